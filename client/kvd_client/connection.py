@@ -1,0 +1,229 @@
+"""One greeted session: socket, rings, doorbells and mapped slabs. No policy, no retries.
+
+Ownership: the connection owns its fds and maps. `close` ends them, except that a map under a live
+view (a tensor over a slot) stays until the view is gone; the kernel keeps its memory until then.
+
+Not thread-safe; `Client` holds a lock around it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvd_client import wire
+from kvd_client.errors import Refused, RingError, WireError
+from kvd_client.ring import Consumer, Producer, memory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_GREETING_FDS = 3
+SLAB_WAIT_S = 0.25
+"""Longest wait for a slab's descriptor, once a slab and session."""
+
+
+class Lost(Exception):  # noqa: N818 - an outcome inside this package, not an error
+    """The session is over; never leaves this package."""
+
+
+class Connection:
+    """A session with the daemon, from the greeting to its end."""
+
+    def __init__(self, path: str, hello: wire.Hello) -> None:
+        """Connect and send the greeting; does not wait for the answer.
+
+        Raises:
+            OSError: Nobody listens at `path`.
+        """
+        self._hello = hello
+        self._memory: mmap.mmap | None = None
+        self._slabs: dict[int, memoryview] = {}
+        self._bell_out = self._bell_in = -1
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.setblocking(False)
+            self._socket.connect(path)
+            self._socket.send(wire.encode(hello))
+        except OSError:
+            self._socket.close()
+            raise
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the daemon has welcomed this session."""
+        return self._memory is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the daemon says something or the time is over."""
+        self._poller.poll(max(0.0, timeout_s) * 1e3)
+
+    def greet(self) -> bool:
+        """Take in the daemon's answer to the greeting if it is there.
+
+        Raises:
+            Refused: The daemon said no.
+            Lost: The daemon went away, or answered nonsense.
+        """
+        received = self._packet(_GREETING_FDS)
+        if received is None:
+            return False
+        message, fds = received
+        if not isinstance(message, wire.Welcome) or len(fds) != _GREETING_FDS:
+            for fd in fds:
+                os.close(fd)
+            raise Lost
+        memory_fd, self._bell_out, self._bell_in = fds
+        try:
+            memory = mmap.mmap(memory_fd, memory_bytes(message.ring_bytes))
+            self.welcome = message
+            self._requests = Producer(memory, message.ring_bytes, completion=False)
+            self._completions = Consumer(
+                memory,
+                message.ring_bytes,
+                completion=True,
+                message_bytes_max=wire.MESSAGE_BYTES_MAX,
+            )
+        except (OSError, ValueError, RingError) as error:
+            raise Lost from error
+        finally:
+            os.close(memory_fd)
+        self._memory = memory
+        self._poller.register(self._bell_in, select.POLLIN)
+        return True
+
+    def _packet(self, fds_max: int) -> tuple[Any, list[int]] | None:
+        """Receive one packet without waiting; raises Lost at the end of the session."""
+        try:
+            payload, fds, flags, _ = socket.recv_fds(
+                self._socket, wire.PACKET_BYTES_MAX, fds_max, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise Lost from error
+        try:
+            if not payload or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+                raise Lost
+            message = wire.decode(payload, wire.TO_CLIENT)
+            if isinstance(message, wire.Refused):
+                raise Refused(message.code, message.text)
+        except WireError as error:
+            _close_all(fds)
+            raise Lost from error
+        except (Refused, Lost):
+            _close_all(fds)
+            raise
+        return message, list(fds)
+
+    def send(self, body: bytes) -> bool:
+        """Put one request on the ring and ring the bell; False when the ring is full.
+
+        Raises:
+            Lost: The daemon broke the ring.
+        """
+        try:
+            if not self._requests.send(body):
+                return False
+        except RingError as error:
+            raise Lost from error
+        os.eventfd_write(self._bell_out, 1)
+        return True
+
+    def receive(self) -> Iterator[Any]:
+        """Yield the replies that are there.
+
+        Raises:
+            Lost: The daemon went away or broke the protocol.
+        """
+        try:
+            os.eventfd_read(self._bell_in)
+        except BlockingIOError:
+            pass
+        try:
+            while (body := self._completions.receive()) is not None:
+                yield wire.decode(body, wire.REPLIES)
+        except (RingError, WireError) as error:
+            raise Lost from error
+
+    def check_alive(self) -> None:
+        """Notice the end of the session.
+
+        Raises:
+            Lost: The daemon closed it, died, or sent what nobody asked for.
+            Refused: The daemon ended it and said why.
+        """
+        received = self._packet(1)
+        if received is not None:
+            _close_all(received[1])
+            raise Lost
+
+    def slab(self, slab: int) -> memoryview:
+        """Return a writable view of a slab, mapping it at first use.
+
+        Raises:
+            Lost: The daemon went away or did not answer in `SLAB_WAIT_S`.
+            Refused: The daemon ended the session and said why.
+        """
+        view = self._slabs.get(slab)
+        if view is None:
+            view = self._slabs[slab] = memoryview(self._map(slab))
+        return view
+
+    def _map(self, slab: int) -> mmap.mmap:
+        try:
+            self._socket.send(wire.encode(wire.SlabRequest(slab)))
+        except OSError as error:
+            raise Lost from error
+        deadline = time.monotonic() + SLAB_WAIT_S
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        while (received := self._packet(1)) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Lost
+            poller.poll(left * 1e3)
+        message, fds = received
+        try:
+            if not isinstance(message, wire.SlabReply) or message.slab != slab or len(fds) != 1:
+                raise Lost
+            return mmap.mmap(
+                fds[0], message.slab_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+            )
+        except (OSError, ValueError) as error:
+            raise Lost from error
+        finally:
+            _close_all(fds)
+
+    def fileno(self) -> int:
+        """Return the doorbell to wait on for replies."""
+        return self._bell_in
+
+    def close(self, *, bye: bool) -> None:
+        """End the session; with `bye`, promise that no copy to or from a slot is under way."""
+        if bye and self.greeted:
+            try:
+                self._socket.send(wire.encode(wire.Bye()))
+            except OSError:
+                pass  # it is gone already
+        self._socket.close()
+        for fd in (self._bell_out, self._bell_in):
+            if fd >= 0:
+                os.close(fd)
+        self._bell_out = self._bell_in = -1
+        self._slabs.clear()
+        if self._memory is not None:
+            self._requests.close()
+            self._completions.close()
+            self._memory.close()
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,7 @@
+"""Run `python -m kvd`."""
+
+import sys
+
+from kvd.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Storage levels: slabs of slots, and the memory behind them."""
