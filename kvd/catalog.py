@@ -52,6 +52,7 @@ class Catalog:
         self._deadlines: list[tuple[int, Generation]] = []
         self._lrus: dict[tuple[Tenant, frozenset[int]], LeafLru] = {}
         self._tick = 0
+        self.quarantined_bytes = 0
 
     # ---------------------------------------------------------------- spaces
 
@@ -128,8 +129,8 @@ class Catalog:
             if not chunk.pins:
                 chunk.pinned_bytes = chunk.size_bytes
                 tenant = chunk.space.tenant
-                if not self.quota.charge(tenant, Resource.PINNED_BYTES, chunk.pinned_bytes):
-                    chunk.pinned_bytes = 0  # attached beyond the quota: the pin still holds
+                charged = self.quota.charge(tenant, Resource.PINNED_BYTES, chunk.pinned_bytes)
+                assert charged  # C3: `hold` takes what fits; who attaches finds it pinned
             chunk.pins += 1
             self._touch(chunk)
 
@@ -259,6 +260,7 @@ class Catalog:
             return Status.NO_SPACE, None
         slot.chunk, slot.column, slot.deadline_ns = chunk, column, deadline_ns
         chunk.slots[column] = slot
+        self.counters.objects_reserved += 1
         self._filling[slot.generation] = slot
         self._by_owner.setdefault(owner, {})[slot.generation] = slot
         heapq.heappush(self._deadlines, (deadline_ns, slot.generation))
@@ -316,7 +318,14 @@ class Catalog:
             chunk.filling -= 1
             self._settle(chunk)
 
+    def _quarantine(self, slot: Slot) -> None:
+        slot.step(SlotEvent.DEADLINE)
+        self.quarantined_bytes += slot.size_bytes
+        self._detach(slot)
+
     def _free_filling(self, slot: Slot, event: SlotEvent) -> None:
+        if slot.state is SlotState.QUARANTINED:
+            self.quarantined_bytes -= slot.size_bytes
         slot.step(event)
         self._forget_filling(slot)
         self._detach(slot)
@@ -328,9 +337,8 @@ class Catalog:
             _, generation = heapq.heappop(self._deadlines)
             slot = self._filling.get(generation)
             if slot is not None and slot.state is SlotState.RESERVED:
-                slot.step(SlotEvent.DEADLINE)
                 self.counters.reserves_expired += 1
-                self._detach(slot)
+                self._quarantine(slot)
 
     def abandon(self, owner: OwnerId, *, dead: bool) -> None:
         """Take back an owner's slots: for reuse if it is dead or done, else into quarantine."""
@@ -338,8 +346,7 @@ class Catalog:
             if dead:
                 self._free_filling(slot, SlotEvent.HOLDER_DEAD)
             elif slot.state is SlotState.RESERVED:
-                slot.step(SlotEvent.DEADLINE)
-                self._detach(slot)
+                self._quarantine(slot)
 
     def filling_count(self, owner: OwnerId) -> int:
         """Count an owner's reserved and quarantined slots."""
@@ -450,6 +457,8 @@ class Catalog:
             ), "C3"
             assert self.quota.used(tenant, Resource.PINNED_BYTES) == pinned[tenant], "C3"
             assert self.quota.used(tenant, Resource.FILLING_BYTES) == filling[tenant], "C3"
+        quarantined = [s for s in self._filling.values() if s.state is SlotState.QUARANTINED]
+        assert sum(slot.size_bytes for slot in quarantined) == self.quarantined_bytes, "C3"
         owned = {slot for slots in self._by_owner.values() for slot in slots.values()}
         assert owned == set(self._filling.values()), "C8"
 

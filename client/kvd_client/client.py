@@ -246,8 +246,6 @@ class Client:
                 else:
                     taken.append(ticket)
                     ticket.complete(reply)
-            if not taken:
-                connection.check_alive()
         except Refused as refused:
             self._drop(refused)
         except Lost:

@@ -1,4 +1,4 @@
-"""One greeted session: socket, rings, doorbells and mapped slabs. No policy, no retries.
+"""One greeted session: socket, rings, doorbell and mapped slabs. No policy, no retries.
 
 Ownership: the connection owns its fds and maps. `close` ends them, except that a map under a live
 view (a tensor over a slot) stays until the view is gone; the kernel keeps its memory until then.
@@ -22,7 +22,8 @@ from kvd_client.ring import Consumer, Producer, memory_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_GREETING_FDS = 3
+_GREETING_FDS = 2
+_RECEIVE_BYTES = 4096
 SLAB_WAIT_S = 0.25
 """Longest wait for a slab's descriptor, once a slab and session."""
 
@@ -43,7 +44,7 @@ class Connection:
         self._hello = hello
         self._memory: mmap.mmap | None = None
         self._slabs: dict[int, memoryview] = {}
-        self._bell_out = self._bell_in = -1
+        self._bell = -1
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.setblocking(False)
@@ -76,10 +77,9 @@ class Connection:
             return False
         message, fds = received
         if not isinstance(message, wire.Welcome) or len(fds) != _GREETING_FDS:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise Lost
-        memory_fd, self._bell_out, self._bell_in = fds
+        memory_fd, self._bell = fds
         try:
             memory = mmap.mmap(memory_fd, memory_bytes(message.ring_bytes))
             self.welcome = message
@@ -95,7 +95,6 @@ class Connection:
         finally:
             os.close(memory_fd)
         self._memory = memory
-        self._poller.register(self._bell_in, select.POLLIN)
         return True
 
     def _packet(self, fds_max: int) -> tuple[Any, list[int]] | None:
@@ -111,7 +110,7 @@ class Connection:
         try:
             if not payload or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise Lost
-            message = wire.decode(payload, wire.TO_CLIENT)
+            message = None if payload == wire.BELL else wire.decode(payload, wire.TO_CLIENT)
             if isinstance(message, wire.Refused):
                 raise Refused(message.code, message.text)
         except WireError as error:
@@ -133,7 +132,7 @@ class Connection:
                 return False
         except RingError as error:
             raise Lost from error
-        os.eventfd_write(self._bell_out, 1)
+        os.eventfd_write(self._bell, 1)
         return True
 
     def receive(self) -> Iterator[Any]:
@@ -141,28 +140,24 @@ class Connection:
 
         Raises:
             Lost: The daemon went away or broke the protocol.
+            Refused: The daemon ended the session and said why.
         """
         try:
-            os.eventfd_read(self._bell_in)
+            packet = self._socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
-            pass
+            packet = wire.BELL  # none yet; the ring may have something all the same
+        except OSError as error:
+            raise Lost from error
         try:
             while (body := self._completions.receive()) is not None:
                 yield wire.decode(body, wire.REPLIES)
+            if packet != wire.BELL:
+                message = wire.decode(packet, wire.TO_CLIENT) if packet else None
+                if isinstance(message, wire.Refused):
+                    raise Refused(message.code, message.text)
+                raise Lost  # its end, or what nobody asked for
         except (RingError, WireError) as error:
             raise Lost from error
-
-    def check_alive(self) -> None:
-        """Notice the end of the session.
-
-        Raises:
-            Lost: The daemon closed it, died, or sent what nobody asked for.
-            Refused: The daemon ended it and said why.
-        """
-        received = self._packet(1)
-        if received is not None:
-            _close_all(received[1])
-            raise Lost
 
     def slab(self, slab: int) -> memoryview:
         """Return a writable view of a slab, mapping it at first use.
@@ -184,12 +179,16 @@ class Connection:
         deadline = time.monotonic() + SLAB_WAIT_S
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        while (received := self._packet(1)) is None:
+        message, fds = None, []
+        while message is None:  # bells may come before the answer
+            received = self._packet(1)
+            if received is not None:
+                message, fds = received
+                continue
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Lost
             poller.poll(left * 1e3)
-        message, fds = received
         try:
             if not isinstance(message, wire.SlabReply) or message.slab != slab or len(fds) != 1:
                 raise Lost
@@ -202,8 +201,8 @@ class Connection:
             _close_all(fds)
 
     def fileno(self) -> int:
-        """Return the doorbell to wait on for replies."""
-        return self._bell_in
+        """Return the fd that is readable when `receive` has work."""
+        return self._socket.fileno()
 
     def close(self, *, bye: bool) -> None:
         """End the session; with `bye`, promise that no copy to or from a slot is under way."""
@@ -213,10 +212,9 @@ class Connection:
             except OSError:
                 pass  # it is gone already
         self._socket.close()
-        for fd in (self._bell_out, self._bell_in):
-            if fd >= 0:
-                os.close(fd)
-        self._bell_out = self._bell_in = -1
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
         self._slabs.clear()
         if self._memory is not None:
             self._requests.close()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 
+BELL = b"\0"
+"""The daemon's doorbell, a packet on the socket that is no message: replies are on the ring."""
 PACKET_BYTES_MAX = 16 << 10
 """Longest message on the socket."""
 MESSAGE_BYTES_MAX = 192 << 10
@@ -86,7 +88,7 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Socket, with 3 fds: ring memory, doorbell to the daemon, doorbell to the client."""
+    """Socket, with 2 fds: ring memory, doorbell to the daemon (an eventfd)."""
 
     protocol: int
     epoch: int

@@ -81,6 +81,8 @@ class SlabPool:
         self._empty: dict[Tenant, list[Slab]] = {tenant: [] for tenant in shares}
         self._open: dict[tuple[Tenant, int], dict[SlabId, Slab]] = {}
         self._held = dict.fromkeys(shares, 0)
+        self._used = dict.fromkeys(shares, 0)
+        self._strides: dict[Tenant, dict[int, int]] = {tenant: {} for tenant in shares}
         self._generation = 0
 
     def add_blank(self, slab: SlabId) -> None:
@@ -126,6 +128,7 @@ class SlabPool:
         )
         slot.step(SlotEvent.RESERVE)
         slab.slots[index] = slot
+        self._used[tenant] += size_bytes
         return slot
 
     def _cut(self, tenant: Tenant, stride: int) -> Slab | None:
@@ -141,6 +144,8 @@ class SlabPool:
         else:
             return None
         slab.cut(stride, self.slab_bytes)
+        strides = self._strides[tenant]
+        strides[stride] = strides.get(stride, 0) + 1
         return slab
 
     def give_back(self, slot: Slot) -> None:
@@ -149,11 +154,16 @@ class SlabPool:
         slab = self._slabs[slot.slab]
         assert slab.slots.pop(slot.index) is slot  # S2
         slab.free.append(slot.index)
+        self._used[slab.tenant] -= slot.size_bytes
         opened = self._open[slab.tenant, slab.stride_bytes]
         if slab.slots:
             opened[slab.id] = slab
         else:
             opened.pop(slab.id, None)
+            strides = self._strides[slab.tenant]
+            strides[slab.stride_bytes] -= 1
+            if not strides[slab.stride_bytes]:
+                del strides[slab.stride_bytes]
             slab.stride_bytes = 0
             slab.count = 0
             slab.free = []
@@ -162,25 +172,22 @@ class SlabPool:
     def others(self, tenant: Tenant, size_bytes: int) -> list[Slab]:
         """Return the tenant's slabs that are cut for another size, least lately used first."""
         stride = stride_of(size_bytes)
+        if not self._strides[tenant].keys() - {stride}:
+            return []  # one size only, the usual case: nothing to look through
         slabs = [s for s in self.slabs_of(tenant) if s.slots and s.stride_bytes != stride]
         return sorted(slabs, key=lambda slab: slab.touched)
 
-    def totals(self) -> dict[str, int]:
-        """Count slabs and bytes by state."""
-        used = {state: 0 for state in SlotState}
-        cut_bytes = 0
-        for slab in self._slabs.values():
-            cut_bytes += slab.count * slab.stride_bytes
-            for slot in slab.slots.values():
-                used[slot.state] += slab.stride_bytes
-        return {
-            "slabs_blank": len(self._blank),
-            "slabs_held": len(self._slabs),
-            "published_bytes": used[SlotState.PUBLISHED],
-            "reserved_bytes": used[SlotState.RESERVED],
-            "quarantined_bytes": used[SlotState.QUARANTINED],
-            "cut_bytes": cut_bytes,
-        }
+    def blank_count(self) -> int:
+        """Count slabs that no tenant has."""
+        return len(self._blank)
+
+    def held_count(self, tenant: Tenant) -> int:
+        """Count a tenant's slabs."""
+        return self._held[tenant]
+
+    def used_bytes(self, tenant: Tenant) -> int:
+        """Return the bytes of a tenant's objects, in whatever state."""
+        return self._used[tenant]
 
     def check(self) -> None:
         """Recount everything; raises AssertionError naming the invariant that does not hold."""
@@ -201,4 +208,10 @@ class SlabPool:
             assert opened == bool(slab.free), "S2"
             assert (slab in self._empty[slab.tenant]) == (not slab.slots), "S2"
         assert held == self._held, "S4"
+        for tenant in self.shares:
+            slabs = list(self.slabs_of(tenant))
+            used = sum(slot.size_bytes for slab in slabs for slot in slab.slots.values())
+            assert used == self._used[tenant], "S2"
+            cut = [slab.stride_bytes for slab in slabs if slab.slots]
+            assert {s: cut.count(s) for s in cut} == self._strides[tenant], "S2"
         assert all(held[tenant] <= self.shares[tenant] for tenant in held), "S4"

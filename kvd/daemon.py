@@ -1,0 +1,281 @@
+"""The composition root: builds the parts, runs the loop, drains in order.
+
+One thread runs the loop and is the only one that touches catalog, leases, quotas and sessions.
+The fault threads make memory and report through `call_soon_threadsafe`.
+
+Start: lock the state, begin to fault memory in, page, socket, first slab, READY.
+Drain: no new sessions; reserves and acquires refused; readers and writers get `drain_s` to end;
+sessions closed with the reason; page and socket removed; memory and lock let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from typing import TYPE_CHECKING
+
+from kvd import __version__, log, memory, notify
+from kvd.catalog import Catalog
+from kvd.clock import MonotonicClock, epoch_now
+from kvd.errors import RefusedSession, StartError
+from kvd.ipc.dispatch import Dispatcher
+from kvd.ipc.listener import Listener, Peer
+from kvd.ipc.session import Session
+from kvd.lease import LeaseBook
+from kvd.lockfile import LockFile
+from kvd.metrics import Counters
+from kvd.quota import Quota, Resource
+from kvd.stats import gather
+from kvd.statpage import StatPage
+from kvd.tiers.host import HostTier
+from kvd.tiers.slab import SlabPool
+from kvd.types import OwnerId, SlabId, Tenant
+from kvd_client import wire
+from kvd_client.paths import stat_page_name
+from kvd_client.wire import Refusal
+
+if TYPE_CHECKING:
+    from kvd.config import Config
+    from kvd.entry import Space
+    from kvd_client.identity import Layout
+
+_LOG = log.get("daemon")
+TICK_S = 0.2
+"""Between two sweeps of deadlines, and two statistics pages."""
+FIRST_SLAB_S = 30.0
+"""How long the first slab may take."""
+
+
+class Daemon:
+    """Everything one `kvd serve` owns."""
+
+    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+        """Build the parts; nothing is taken from the host yet."""
+        self.config = config
+        self.loop = loop
+        self.clock = MonotonicClock()
+        self.epoch = epoch_now()
+        self.slab_bytes = config.host.slab_bytes
+        self.deadline_ms_max = int(config.limits.fill_deadline_s * 1e3)
+        self.counters = Counters()
+        self.tenant_by_uid = {uid: Tenant(t.name) for t in config.tenants for uid in t.uids}
+        count = config.host.slab_count
+        shares = {Tenant(t.name): int(count * t.host_share + 1e-9) for t in config.tenants}
+        self.pool = SlabPool(self.slab_bytes, shares)
+        self.quota = Quota({t: self._limits(slabs) for t, slabs in shares.items()})
+        self.catalog = Catalog(self.pool, self.quota, self.counters)
+        self.leases = LeaseBook()
+        self.dispatcher = Dispatcher(self.catalog, self.leases, config.limits, self.clock)
+        self.sessions: dict[OwnerId, Session] = {}
+        self.orphans: dict[OwnerId, int] = {}
+        self.notes: list[str] = []
+        self.started_ns = self.clock.now_ns()
+        self.loop_lag_ms = 0.0
+        self._next_owner = 0
+        self._stop = asyncio.Event()
+        self._first_slab = asyncio.Event()
+        self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
+
+    def _limits(self, slabs: int) -> dict[Resource, int]:
+        limits = self.config.limits
+        share_bytes = slabs * self.slab_bytes
+        return {
+            Resource.SESSIONS: limits.sessions,
+            Resource.LEASES: limits.sessions * limits.leases_per_session,
+            Resource.PINNED_BYTES: int(share_bytes * limits.pinned_share),
+            Resource.FILLING_BYTES: int(share_bytes * limits.filling_share),
+        }
+
+    # ---------------------------------------------------------------- from the fault threads
+
+    def _slab_ready(self, slab: SlabId) -> None:
+        self.loop.call_soon_threadsafe(self._add_slab, slab)
+
+    def _add_slab(self, slab: SlabId) -> None:
+        self.pool.add_blank(slab)
+        self._first_slab.set()
+
+    def _note(self, text: str) -> None:
+        self.loop.call_soon_threadsafe(self._add_note, text)
+
+    def _add_note(self, text: str) -> None:
+        _LOG.warning("host tier", note=text)
+        self.notes.append(text)
+        self._first_slab.set()
+
+    # ---------------------------------------------------------------- for the sessions
+
+    def enter(self, tenant: Tenant, hello: wire.Hello, layout: Layout) -> Space:
+        """Admit a greeting; raises RefusedSession."""
+        if self.dispatcher.draining:
+            raise RefusedSession(Refusal.DRAINING, "this daemon is going down")
+        self.counters.sessions += 1
+        return self.catalog.enter(tenant, hello.namespace, hello.label, layout)
+
+    def slab_fd(self, tenant: Tenant, slab: int) -> int | None:
+        """Return the descriptor of a slab if it is the tenant's."""
+        if self.pool.tenant_of(slab) != tenant:
+            return None
+        return self.tier.fd(SlabId(slab))
+
+    def gone(self, session: Session, *, orphaned: bool) -> None:
+        """Account for a closed session; wait for its process if it may still touch slots."""
+        del self.sessions[session.owner]
+        self.quota.discharge(session.tenant, Resource.SESSIONS, 1)
+        if session.caller is not None:
+            self.catalog.leave(session.caller.space)
+        if orphaned:
+            self.orphans[session.owner] = session.pidfd
+            self.loop.add_reader(session.pidfd, self._orphan_died, session.owner)
+        else:
+            os.close(session.pidfd)
+
+    def _orphan_died(self, owner: OwnerId) -> None:
+        pidfd = self.orphans.pop(owner)
+        self.loop.remove_reader(pidfd)
+        os.close(pidfd)
+        stays = self.dispatcher.part(owner, dead=True)
+        assert not stays  # C8
+        _LOG.info("orphan gone", id=owner)
+
+    def _accept(self) -> None:
+        for peer in self.listener.accept():
+            tenant = self.tenant_by_uid.get(peer.uid)
+            if tenant is None:
+                text = (
+                    f"uid {peer.uid} belongs to no tenant of this daemon: "
+                    f"add it to the uids of a [tenants.NAME] table and restart"
+                )
+                self._turn_away(peer, Refusal.FORBIDDEN, text)
+            elif not self.quota.charge(tenant, Resource.SESSIONS, 1):
+                text = (
+                    f"this tenant has its {self.config.limits.sessions} sessions: close some, "
+                    "or raise [limits] sessions"
+                )
+                self._turn_away(peer, Refusal.TOO_MANY, text)
+            else:
+                self._next_owner += 1
+                owner = OwnerId(self._next_owner)
+                self.sessions[owner] = Session(
+                    self,
+                    owner,
+                    connection=peer.connection,
+                    pidfd=peer.pidfd,
+                    pid=peer.pid,
+                    tenant=tenant,
+                    greeting_s=self.config.limits.greeting_s,
+                )
+
+    def _turn_away(self, peer: Peer, code: Refusal, text: str) -> None:
+        self.counters.sessions_refused += 1
+        _LOG.limited("session refused", uid=peer.uid, pid=peer.pid, why=text)
+        try:
+            peer.connection.send(wire.encode(wire.Refused(code, text)))
+        except OSError:
+            pass  # it left already
+        peer.connection.close()
+        os.close(peer.pidfd)
+
+    # ---------------------------------------------------------------- life
+
+    async def serve(self) -> None:
+        """Run until a signal, then drain.
+
+        Raises:
+            StartError: Something is in the way; nothing is left behind.
+        """
+        lock = LockFile(self.config.state_dir, self.config.socket)
+        try:
+            self.listener = Listener(self.config.socket, self.config.socket_mode)
+            try:
+                await self._serve()
+            finally:
+                self.listener.close()
+        finally:
+            self.tier.close()
+            lock.release()
+
+    async def _serve(self) -> None:
+        self.tier.start()
+        page = StatPage.create(stat_page_name(self.config.socket))
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.loop.add_signal_handler(number, self._stop.set)
+            await self._wait_for_memory()
+            self.loop.add_reader(self.listener, self._accept)
+            self._publish(page)
+            notify.ready(f"serving at {self.config.socket}")
+            _LOG.info("ready", socket=self.config.socket, epoch=self.epoch, pid=os.getpid())
+            async with asyncio.TaskGroup() as group:
+                ticker = group.create_task(self._tick(page))
+                await self._stop.wait()
+                await self._drain()
+                ticker.cancel()
+        finally:
+            page.close()
+
+    async def _wait_for_memory(self) -> None:
+        try:
+            async with asyncio.timeout(FIRST_SLAB_S):
+                await self._first_slab.wait()
+        except TimeoutError as error:
+            msg = f"no memory for one slab of {self.slab_bytes} bytes within {FIRST_SLAB_S:.0f} s"
+            raise StartError(msg) from error
+        if not self.pool.blank_count() and self.tier.failed:
+            raise StartError("; ".join(self.notes))
+
+    async def _tick(self, page: StatPage) -> None:
+        """Let time pass: deadlines, page, watchdog. Fed by the loop, so that a stuck one shows."""
+        while True:
+            due = self.loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.loop_lag_ms = max(0.0, (self.loop.time() - due) * 1e3)
+            self.dispatcher.sweep()
+            self._publish(page)
+            notify.watchdog()
+
+    def _publish(self, page: StatPage) -> None:
+        page.write(gather(self), self.clock.now_ns())
+
+    async def _drain(self) -> None:
+        """Stop taking in; let readers and writers finish; close the rest."""
+        _LOG.info("draining", sessions=len(self.sessions), leases=len(self.leases))
+        notify.stopping()
+        self.dispatcher.draining = True
+        self.loop.remove_reader(self.listener)
+        self.listener.close()
+        deadline = self.loop.time() + self.config.limits.drain_s
+        while self._busy() and self.loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        refusal = RefusedSession(Refusal.DRAINING, "this daemon is going down")
+        for session in list(self.sessions.values()):
+            session.close("drained", refusal=refusal)
+        for owner in list(self.orphans):
+            os.close(self.orphans.pop(owner))
+        _LOG.info("drained", version=__version__)
+
+    def _busy(self) -> bool:
+        return any(
+            self.leases.count(owner) or self.catalog.filling_count(owner)
+            for owner in self.sessions
+        )
+
+
+def run(config: Config) -> int:
+    """Run a daemon until it is told to stop; return the exit status.
+
+    Raises:
+        StartError: It cannot start here; the text says what to change.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    memory.set_undumpable()
+
+    async def main() -> None:
+        await Daemon(config, asyncio.get_running_loop()).serve()
+
+    asyncio.run(main())
+    return 0

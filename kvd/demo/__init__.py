@@ -1,0 +1,1 @@
+"""The main job on one machine: one engine computes a prefix, the next one loads it."""

@@ -1,0 +1,116 @@
+"""The socket that clients connect to: who they are is the kernel's word, not theirs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvd.errors import StartError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("3i")
+BACKLOG = 128
+ACCEPTS_A_TURN = 16
+
+
+class Peer(NamedTuple):
+    """A connection and the process at its other end; the caller owns both descriptors."""
+
+    connection: socket.socket
+    pidfd: int
+    pid: int
+    uid: int
+
+
+class Listener:
+    """A listening SOCK_SEQPACKET socket at a path."""
+
+    def __init__(self, path: str, mode: int) -> None:
+        """Bind and listen; replaces a dead daemon's socket, never a live one's.
+
+        Raises:
+            StartError: The path cannot be used; the text says why.
+        """
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)
+        try:
+            os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)  # noqa: PTH103, PTH120
+            self._clear(path)
+            mask = os.umask(0o777 & ~mode)
+            try:
+                self._socket.bind(path)
+            finally:
+                os.umask(mask)
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            msg = f"cannot listen at {path}: {error.strerror}; name another with --socket"
+            raise StartError(msg) from error
+        except StartError:
+            self._socket.close()
+            raise
+
+    @staticmethod
+    def _clear(path: str) -> None:
+        """Remove a socket nobody listens at."""
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        with probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except FileNotFoundError:
+                return
+            except ConnectionRefusedError:
+                os.unlink(path)  # noqa: PTH108 - a dead daemon's
+                return
+            except BlockingIOError:
+                pass  # a full backlog: somebody is there
+            credentials = probe.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+            )
+            pid, _, _ = _CREDENTIALS.unpack(credentials)
+        msg = f"process {pid} already listens at {path}: stop it or name another with --socket"
+        raise StartError(msg)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._socket.fileno()
+
+    def accept(self) -> Iterator[Peer]:
+        """Yield the connections that wait, up to a turn's worth."""
+        for _ in range(ACCEPTS_A_TURN):
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # none waits, or it left already, or no descriptors: later
+            connection.setblocking(False)
+            try:
+                yield _peer_of(connection)
+            except OSError:
+                connection.close()  # it died before it could be named
+
+    def close(self) -> None:
+        """Stop listening and remove the path."""
+        self._socket.close()
+        try:
+            os.unlink(self.path)  # noqa: PTH108
+        except OSError:
+            pass  # somebody removed it already
+
+
+def _peer_of(connection: socket.socket) -> Peer:
+    size = _CREDENTIALS.size
+    pid, uid, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:  # before Linux 6.5
+        pidfd = os.pidfd_open(pid)
+    return Peer(connection, pidfd, pid, uid)

@@ -1,0 +1,63 @@
+"""Byte sizes as people write them. Pure."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"([0-9]{1,20})(?:\.([0-9]{1,9}))?[ \t]*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text such as "8GiB", "1.5 GiB", "8GB" or "8192" means.
+
+    A part of a byte is dropped.
+
+    Raises:
+        ValueError: It is none; the text says what to write.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is no size; write a number and a unit, as in '8GiB'")
+    whole, part, unit = match[1], match[2] or "", match[3]
+    factor = _UNITS.get(unit.lower())
+    if factor is None:
+        letter = unit[:1].lower()
+        mend = f"{match[1]}{letter.upper() if letter in 'kmgt' else 'G'}iB"
+        raise ValueError(
+            f"{text[:40]!r} has the unknown unit {unit[:10]!r};"
+            f" write KiB, MiB, GiB or TiB (kB, MB, GB, TB count in thousands), as in '{mend}'"
+        )
+    return int(whole + part) * factor // 10 ** len(part)
+
+
+def format_size(size_bytes: int) -> str:
+    """Return the shortest text in binary units that `parse_size` reads back as the same size."""
+    assert size_bytes >= 0
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return f"{size_bytes}B"
+
+
+def about(size_bytes: float) -> str:
+    """Return a size for reading: three digits and a unit, as in "1.23 GiB"."""
+    amount = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1000:  # noqa: PLR2004 - so that three digits are enough
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
+        amount /= KIB
+    return f"{amount:.3g} TiB" if abs(amount) < 1000 else f"{amount:.0f} TiB"  # noqa: PLR2004

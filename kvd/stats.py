@@ -1,0 +1,104 @@
+"""What the statistics page says: gathered from the loop's state, bounded in size."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvd import __version__
+from kvd.quota import Resource
+
+if TYPE_CHECKING:
+    from kvd.daemon import Daemon
+    from kvd.types import Tenant
+
+LISTED_MAX = 64
+"""Most sessions and spaces listed; the counts beside them are complete."""
+
+
+def gather(daemon: Daemon) -> dict[str, Any]:
+    """Collect the page's content; on the loop, well under a millisecond."""
+    now_ns = daemon.clock.now_ns()
+    return {
+        "version": __version__,
+        "epoch": daemon.epoch,
+        "uptime_s": (now_ns - daemon.started_ns) / 1e9,
+        "state": "draining" if daemon.dispatcher.draining else "serving",
+        "socket": daemon.config.socket,
+        "loop_lag_ms": round(daemon.loop_lag_ms, 3),
+        "sessions": _sessions(daemon),
+        "session_count": len(daemon.sessions),
+        "orphans": len(daemon.orphans),
+        "host": _host(daemon),
+        "tenants": [_tenant(daemon, name) for name in daemon.pool.shares],
+        "spaces": _spaces(daemon),
+        "chunks": daemon.catalog.chunk_count(),
+        "leases": len(daemon.leases),
+        "leases_overdue": daemon.leases.overdue_count(),
+        "counters": asdict(daemon.counters),
+    }
+
+
+def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": session.owner,
+            "tenant": session.tenant,
+            "name": session.name,
+            "pid": session.pid,
+            "label": session.caller.space.label if session.caller else "",
+            "rank": session.caller.rank if session.caller else 0,
+            "leases": daemon.leases.count(session.owner),
+            "filling": daemon.catalog.filling_count(session.owner),
+        }
+        for session in list(daemon.sessions.values())[:LISTED_MAX]
+    ]
+
+
+def _host(daemon: Daemon) -> dict[str, Any]:
+    pool, quota, tier = daemon.pool, daemon.quota, daemon.tier
+    used = sum(pool.used_bytes(tenant) for tenant in pool.shares)
+    filling = sum(quota.used(tenant, Resource.FILLING_BYTES) for tenant in pool.shares)
+    quarantined = daemon.catalog.quarantined_bytes
+    return {
+        "capacity_bytes": daemon.config.host.slab_count * daemon.slab_bytes,
+        "ready_bytes": tier.ready_bytes,
+        "slab_bytes": daemon.slab_bytes,
+        "slabs_blank": pool.blank_count(),
+        "slabs_held": sum(pool.held_count(tenant) for tenant in pool.shares),
+        "used_bytes": used,
+        "published_bytes": used - filling,
+        "reserved_bytes": filling - quarantined,
+        "quarantined_bytes": quarantined,
+        "pinned_bytes": sum(quota.used(t, Resource.PINNED_BYTES) for t in pool.shares),
+        "locked_bytes": tier.locked_bytes,
+        "huge_bytes": tier.huge_bytes,
+        "notes": daemon.notes[:8],
+    }
+
+
+def _tenant(daemon: Daemon, name: Tenant) -> dict[str, Any]:
+    pool, quota = daemon.pool, daemon.quota
+    filling = quota.used(name, Resource.FILLING_BYTES)
+    return {
+        "name": name,
+        "share_bytes": pool.shares[name] * daemon.slab_bytes,
+        "held_bytes": pool.held_count(name) * daemon.slab_bytes,
+        "published_bytes": pool.used_bytes(name) - filling,
+        "pinned_bytes": quota.used(name, Resource.PINNED_BYTES),
+        "filling_bytes": filling,
+        "sessions": quota.used(name, Resource.SESSIONS),
+    }
+
+
+def _spaces(daemon: Daemon) -> list[dict[str, Any]]:
+    return [
+        {
+            "tenant": space.tenant,
+            "label": space.label,
+            "layout": space.layout.id.hex()[:12],
+            "chunks": len(space.chunks),
+            "sessions": space.sessions,
+        }
+        for space in list(daemon.catalog.spaces.values())[:LISTED_MAX]
+    ]
