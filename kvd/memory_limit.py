@@ -60,7 +60,7 @@ def _table(path: Path) -> dict[str, int]:
 
 def _group_limits(root: Path) -> Iterator[Memory]:
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:
             names = ("memory.max", "memory.current", "inactive_file")
             yield from _limits(root / "sys/fs/cgroup", path, names)

@@ -31,17 +31,18 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text[:40]!r} is no size; write a number and a unit, as in '8GiB'")
+        raise ValueError(f'"{text[:40]}" is no size; write a number and a unit, as in "8GiB"')
     whole, part, unit = match[1], match[2] or "", match[3]
     factor = _UNITS.get(unit.lower())
     if factor is None:
         letter = unit[:1].lower()
         mend = f"{match[1]}{letter.upper() if letter in 'kmgt' else 'G'}iB"
         raise ValueError(
-            f"{text[:40]!r} has the unknown unit {unit[:10]!r};"
-            f" write KiB, MiB, GiB or TiB (kB, MB, GB, TB count in thousands), as in '{mend}'"
+            f'"{text[:40]}" has the unknown unit {unit[:10]}; write "{mend}"'
+            " (KiB, MiB, GiB and TiB; kB, MB, GB and TB count in thousands)"
         )
-    return int(whole + part) * factor // 10 ** len(part)
+    digits: int = 10 ** len(part)
+    return int(whole + part) * factor // digits
 
 
 def format_size(size_bytes: int) -> str:
@@ -55,9 +56,10 @@ def format_size(size_bytes: int) -> str:
 
 def about(size_bytes: float) -> str:
     """Return a size for reading: three digits and a unit, as in "1.23 GiB"."""
-    amount = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    amount, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1000:  # noqa: PLR2004 - so that three digits are enough
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
-        amount /= KIB
-    return f"{amount:.3g} TiB" if abs(amount) < 1000 else f"{amount:.0f} TiB"  # noqa: PLR2004
+            break
+        amount, unit = amount / KIB, larger
+    places = 0 if unit == "B" or abs(amount) >= 100 else 1 if abs(amount) >= 10 else 2  # noqa: PLR2004
+    return f"{amount:.{places}f} {unit}"

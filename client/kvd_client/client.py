@@ -1,47 +1,28 @@
 """The client: look up, acquire, release, reserve, publish. Everything that fails is a miss.
 
-Three bounds make it safe inside an engine. A call waits at most `wait_s` for the daemon, once: a
-daemon that let a request time out is *stalled*, and until it answers every call is a miss at
-once. A lost daemon is tried again with back-off, never by waiting. And nothing is started: no
-thread, no process, no signal handler.
-
-Thread-safe: one lock, held for at most `wait_s`.
+A call waits at most `wait_s` for the daemon (`link.py` says what bounds the rest). Thread-safe.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvd_client import wire
-from kvd_client.connection import Connection, Lost
+from kvd_client.connection import Lost
 from kvd_client.errors import DaemonUnavailable, Refused
 from kvd_client.handles import Found, Lease, Reservation, Slot, Ticket
 from kvd_client.identity import Layout, Namespace, chunk_hashes
+from kvd_client.link import Link, warn
 from kvd_client.paths import default_socket
 from kvd_client.wire import Place, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Self
 
-T = TypeVar("T")
-
-BACKOFF_S = (0.05, 5.0)
-"""First and longest pause between attempts to reach the daemon."""
-REFUSED_S = 30.0
-"""Pause after a refusal, which only a change of configuration ends."""
-GREETING_S = 2.0
-"""How long an answer to the greeting may take, in the background."""
-PENDING_MAX = 1024
-"""Most requests under way."""
-
-
-def _warn(text: str) -> None:
-    import logging  # noqa: PLC0415 - 6 ms that most processes never need
-
-    logging.getLogger("kvd_client").warning(text)
+    from kvd_client.connection import Connection
+    from kvd_client.handles import Make, T
 
 
 class Client:
@@ -70,7 +51,7 @@ class Client:
             raise ValueError(msg)
         self.rank = rank
         self.wait_s = wait_s
-        self._hello = wire.Hello(
+        hello = wire.Hello(
             wire.PROTOCOL,
             (name or f"pid {os.getpid()}")[:128],
             self.namespace_id,
@@ -78,40 +59,27 @@ class Client:
             layout.fields(),
             rank,
         )
-        self._lock = threading.RLock()
-        self._connection: Connection | None = None
-        self._greeting_until = 0.0
-        self._next_try = 0.0
-        self._backoff_s = BACKOFF_S[0]
-        self._request = 0
-        self._pending: dict[int, Ticket[Any]] = {}
-        self._stalled = False
-        self._closed = False
-        self._refused: Refused | None = None
-
-    # ---------------------------------------------------------------- the connection
+        self._link = Link(socket, hello)
 
     @property
     def connected(self) -> bool:
         """Whether a session is up, as far as is known without waiting."""
-        with self._lock:
-            return self._ready()
+        with self._link.lock:
+            return self._link.ready()
 
     @property
     def epoch(self) -> int:
         """The daemon's epoch; 0 without a session."""
-        with self._lock:
-            connection = self._connection
-            return connection.welcome.epoch if connection and connection.greeted else 0
+        session = self._link.session
+        return session.welcome.epoch if session else 0
 
     def fileno(self) -> int:
         """Return an fd that is readable when `poll` has work; -1 without a session.
 
         It changes when the session is made again: look at `epoch`.
         """
-        with self._lock:
-            connection = self._connection
-            return connection.fileno() if connection and connection.greeted else -1
+        session = self._link.session
+        return session.fileno() if session else -1
 
     def greet(self, timeout_s: float) -> None:
         """Try to have a session within `timeout_s`.
@@ -120,74 +88,13 @@ class Client:
             Refused: The daemon said no.
             DaemonUnavailable: Nobody answered.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while not self._ready():
-                if self._refused is not None:
-                    raise self._refused
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    msg = (
-                        f"no kvd answers at {self.socket}: start it with "
-                        f"`kvd serve --socket {self.socket}` or name another socket"
-                    )
-                    raise DaemonUnavailable(msg)
-                if self._connection is not None:
-                    self._connection.wait(left)
-                else:
-                    time.sleep(min(left, max(0.001, self._next_try - time.monotonic())))
-
-    def _ready(self) -> bool:
-        """Move the session on without waiting; tell whether it is up."""
-        if self._connection is not None and self._connection.greeted:
-            return True
-        now = time.monotonic()
-        if self._closed or (self._connection is None and now < self._next_try):
-            return False
-        try:
-            if self._connection is None:
-                self._connection = Connection(self.socket, self._hello)
-                self._greeting_until = now + GREETING_S
-            if self._connection.greet():
-                self._backoff_s = BACKOFF_S[0]
-                self._refused = None
-                return True
-            if now > self._greeting_until:
-                self._drop()
-        except Refused as refused:
-            self._drop(refused)
-        except (Lost, OSError):
-            self._drop()
-        return False
-
-    def _drop(self, refused: Refused | None = None) -> None:
-        """End the session; everything under way is a miss; try again later."""
-        if self._connection is not None:
-            self._connection.close(bye=False)
-            self._connection = None
-        pause = self._backoff_s
-        self._backoff_s = min(self._backoff_s * 2, BACKOFF_S[1])
-        if refused is not None:
-            self._refused = refused
-            pause = REFUSED_S
-            _warn(f"kvd at {self.socket} refused this session: {refused.text}")
-        self._next_try = time.monotonic() + pause
-        self._stalled = False
-        pending, self._pending = self._pending, {}
-        for ticket in pending.values():
-            if not ticket.done:
-                ticket.miss()
+        self._link.greet(timeout_s)
 
     def close(self) -> None:
         """End the session for good, once no copy from or to a slot is under way."""
-        with self._lock:
-            self._closed = True
-            if self._connection is not None:
-                self._connection.close(bye=True)
-                self._connection = None
-            self._drop()
+        self._link.close()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         """Return the client itself."""
         return self
 
@@ -195,97 +102,14 @@ class Client:
         """Close."""
         self.close()
 
-    # ---------------------------------------------------------------- requests and replies
-
-    def _begin(
-        self,
-        make: Callable[[int], tuple[Any, ...]],
-        finish: Callable[[Any], T],
-        miss: T,
-        *,
-        undo: bool = False,
-        always: bool = False,
-    ) -> Ticket[T]:
-        """Send a request; the ticket is done at once, as a miss, when that cannot be."""
-        self._request += 1
-        ticket: Ticket[T] = Ticket(self._request, miss, finish, undo=undo)
-        with self._lock:
-            if self._stalled:
-                self._take()
-            if not self._ready() or (self._stalled and not always):
-                ticket.miss()
-                return ticket
-            connection = self._connection
-            assert connection is not None
-            try:
-                room = len(self._pending) < PENDING_MAX
-                if room and connection.send(wire.encode(make(ticket.request))):
-                    self._pending[ticket.request] = ticket
-                else:
-                    self._stalled = True
-                    ticket.miss()
-            except Lost:
-                self._drop()
-                ticket.miss()
-        return ticket
-
-    def _take(self) -> list[Ticket[Any]]:
-        """Take in the replies that are there, without waiting."""
-        taken: list[Ticket[Any]] = []
-        connection = self._connection
-        if connection is None or not connection.greeted:
-            return taken
-        try:
-            for reply in connection.receive():
-                self._stalled = False
-                ticket = self._pending.pop(reply[0], None)
-                if ticket is None:
-                    raise Lost  # an answer to nothing
-                if ticket.abandoned:
-                    self._undo(ticket, reply)
-                else:
-                    taken.append(ticket)
-                    ticket.complete(reply)
-        except Refused as refused:
-            self._drop(refused)
-        except Lost:
-            self._drop()
-        return taken
-
-    def _undo(self, ticket: Ticket[Any], reply: tuple[Any, ...]) -> None:
-        """Give back what a reply brings that came after its caller had left."""
-        if not ticket.undo:
-            return
-        if isinstance(reply, wire.AcquireReply) and reply.status == Status.OK:
-            lease = reply.lease
-            self._begin(lambda r: wire.Release(r, lease), _status, Status.STALE, always=True)
-        elif isinstance(reply, wire.ReserveReply):
-            placed = [p.generation for p in wire.unpack_places(reply.objects) if not p.status]
-            packed = wire.pack_generations(placed)
-            self._begin(lambda r: wire.Abort(r, packed), _results, [], always=True)
-
     def wait(self, ticket: Ticket[T], wait_s: float | None = None) -> T:
         """Wait for a ticket, at most `wait_s` (default: the client's); then it is a miss."""
-        deadline = time.monotonic() + (self.wait_s if wait_s is None else wait_s)
-        with self._lock:
-            while not ticket.done:
-                self._take()
-                if ticket.done:
-                    break
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    ticket.abandoned = True
-                    ticket.miss()
-                    self._stalled = True
-                    break
-                if self._connection is not None:
-                    self._connection.wait(left)
-        return ticket.result
+        return self._link.wait(ticket, self.wait_s if wait_s is None else wait_s)
 
     def poll(self) -> list[Ticket[Any]]:
         """Return the tickets that have ended since the last look, without waiting."""
-        with self._lock:
-            return self._take()
+        with self._link.lock:
+            return self._link.take()
 
     # ---------------------------------------------------------------- what engines ask
 
@@ -297,13 +121,13 @@ class Client:
 
     def ping(self) -> bool:
         """Tell whether the daemon answers."""
-        return self.wait(self._begin(wire.Ping, lambda _: True, miss=False))
+        return self.wait(self._link.begin(wire.Ping, lambda _: True, miss=False))
 
     def begin_lookup(self, hashes: Sequence[bytes]) -> Ticket[Found]:
         """Begin `lookup`; wait for the ticket or poll."""
         joined = b"".join(hashes[: wire.HASHES_MAX])
         step = self.layout.chunk_tokens
-        return self._begin(
+        return self._link.begin(
             lambda r: wire.Lookup(r, joined),
             lambda reply: Found(reply.chunks, reply.chunks * step),
             Found(0, 0),
@@ -323,11 +147,11 @@ class Client:
         """Begin `acquire`; wait for the ticket or poll."""
         joined = b"".join(hashes[: wire.HASHES_MAX])
         ttl_ms = int(ttl_s * 1e3)
-        return self._begin(
+        return self._link.begin(
             lambda r: wire.Acquire(r, joined, first, ttl_ms, int(read)),
             self._lease,
             Lease(self, None, first=first, chunks=first),
-            undo=True,
+            undo=_undo_lease,
         )
 
     def acquire(
@@ -349,11 +173,11 @@ class Client:
     def attach(self, token: bytes) -> Lease:
         """Hold for reading, for this rank, what another session's lease holds."""
         miss = Lease(self, None)
-        ticket = self._begin(lambda r: wire.Attach(r, token), self._lease, miss, undo=True)
+        ticket = self._link.begin(lambda r: wire.Attach(r, token), self._lease, miss, undo=_undo_lease)
         return self.wait(ticket)
 
     def _lease(self, reply: wire.AcquireReply) -> Lease:
-        connection = self._connection
+        connection = self._link.connection
         if reply.status != Status.OK or connection is None:
             return Lease(self, None, first=reply.first, chunks=reply.first)
         places = tuple(wire.unpack_places(reply.objects))
@@ -379,10 +203,10 @@ class Client:
 
     def release(self, lease: Lease) -> None:
         """End a lease; see `Lease.release`."""
-        if not lease.lease or lease.connection is not self._connection:
+        if not lease.lease or lease.connection is not self._link.connection:
             return
         number, lease.lease = lease.lease, 0
-        self._begin(lambda r: wire.Release(r, number), _status, Status.STALE, always=True)
+        self._link.begin(lambda r: wire.Release(r, number), _status, Status.STALE, always=True)
 
     def begin_reserve(
         self,
@@ -399,11 +223,11 @@ class Client:
         joined = b"".join(hashes[first : first + most])
         parent = hashes[first - 1] if first else self.namespace_id
         deadline_ms = int(deadline_s * 1e3)
-        return self._begin(
+        return self._link.begin(
             lambda r: wire.Reserve(r, parent, joined, mask, deadline_ms),
             lambda reply: self._reservation(reply, first),
             Reservation(self, None),
-            undo=True,
+            undo=_undo_slots,
         )
 
     def reserve(
@@ -430,7 +254,7 @@ class Client:
         )
 
     def _reservation(self, reply: wire.ReserveReply, first: int) -> Reservation:
-        connection = self._connection
+        connection = self._link.connection
         assert connection is not None
         places = list(wire.unpack_places(reply.objects))
         self._map_slabs(connection, places)
@@ -457,11 +281,11 @@ class Client:
         reservation.close(generations)
         packed = wire.pack_generations(generations)
         miss = [Status.STALE] * len(generations)
-        if not generations or reservation.connection is not self._connection:
-            ticket = Ticket(0, miss, _results, undo=False)
+        if not generations or reservation.connection is not self._link.connection:
+            ticket = Ticket(0, miss, _results)
             ticket.miss()
             return ticket
-        return self._begin(lambda r: kind(r, packed), _results, miss, always=True)
+        return self._link.begin(lambda r: kind(r, packed), _results, miss, always=True)
 
     def begin_publish(
         self, reservation: Reservation, slots: Iterable[Slot] | None = None
@@ -494,6 +318,16 @@ def _status(reply: wire.ReleaseReply) -> Status:
 
 def _results(reply: wire.ResultsReply) -> list[Status]:
     return [Status(result) for result in reply.results]
+
+
+def _undo_lease(reply: wire.AcquireReply) -> Make | None:
+    return (lambda r: wire.Release(r, reply.lease)) if reply.status == Status.OK else None
+
+
+def _undo_slots(reply: wire.ReserveReply) -> Make | None:
+    places = wire.unpack_places(reply.objects)
+    placed = [place.generation for place in places if place.status == Status.OK]
+    return (lambda r: wire.Abort(r, wire.pack_generations(placed))) if placed else None
 
 
 def connect(  # noqa: PLR0913
@@ -541,5 +375,5 @@ def connect(  # noqa: PLR0913
         if required:
             client.close()
             raise
-        _warn(f"{error}; every look-up is a miss until it is there")
+        warn(f"{error}; every look-up is a miss until it is there")
     return client

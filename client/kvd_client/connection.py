@@ -61,10 +61,6 @@ class Connection:
         """Whether the daemon has welcomed this session."""
         return self._memory is not None
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until the daemon says something or the time is over."""
-        self._poller.poll(max(0.0, timeout_s) * 1e3)
-
     def greet(self) -> bool:
         """Take in the daemon's answer to the greeting if it is there.
 
@@ -135,6 +131,10 @@ class Connection:
         os.eventfd_write(self._bell, 1)
         return True
 
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until the daemon says something; tell whether it did before the time was over."""
+        return bool(self._poller.poll(max(0.0, timeout_s) * 1e3))
+
     def receive(self) -> Iterator[Any]:
         """Yield the replies that are there.
 
@@ -148,14 +148,21 @@ class Connection:
             packet = wire.BELL  # none yet; the ring may have something all the same
         except OSError as error:
             raise Lost from error
+        yield from self.replies()
+        if packet != wire.BELL:
+            try:
+                message = wire.decode(packet, wire.TO_CLIENT) if packet else None
+            except WireError as error:
+                raise Lost from error
+            if isinstance(message, wire.Refused):
+                raise Refused(message.code, message.text)
+            raise Lost  # its end, or what nobody asked for
+
+    def replies(self) -> Iterator[Any]:
+        """Yield the replies that are on the ring; raises Lost as `receive` does."""
         try:
             while (body := self._completions.receive()) is not None:
                 yield wire.decode(body, wire.REPLIES)
-            if packet != wire.BELL:
-                message = wire.decode(packet, wire.TO_CLIENT) if packet else None
-                if isinstance(message, wire.Refused):
-                    raise Refused(message.code, message.text)
-                raise Lost  # its end, or what nobody asked for
         except (RingError, WireError) as error:
             raise Lost from error
 

@@ -7,7 +7,7 @@ hold other bytes by then. Views are released at the end where nothing (a tensor)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from kvd_client.errors import HandleClosed
 from kvd_client.wire import Place, Status
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from kvd_client.client import Client
     from kvd_client.connection import Connection
+
+    Make = Callable[[int], tuple[Any, ...]]
+    """Builds a request from its number."""
+    Undo = Callable[[Any], Make | None]
+    """Builds from a reply what gives back what it brings."""
 
 T = TypeVar("T")
 
@@ -35,7 +40,7 @@ class Ticket(Generic[T]):
     __slots__ = ("_finish", "abandoned", "done", "request", "result", "undo")
 
     def __init__(
-        self, request: int, miss: T, finish: Callable[[tuple[object, ...]], T], *, undo: bool
+        self, request: int, miss: T, finish: Callable[[Any], T], undo: Undo | None = None
     ) -> None:
         """Hold the miss as result until `complete`."""
         self.request = request

@@ -240,7 +240,10 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
     """
     to_list = getattr(tokens, "tolist", None)
     try:
-        encoded = array("I", to_list() if to_list is not None else tokens)
+        if to_list is not None:
+            tokens = to_list()
+        # iter: array would take raw bytes for its own encoding, four of them a token
+        encoded = array("I", tokens if isinstance(tokens, list) else iter(tokens))
     except (OverflowError, TypeError) as error:
         msg = f"tokens must be a flat sequence of whole numbers from 0 to 2**32 - 1: {error}"
         raise ValueError(msg) from error

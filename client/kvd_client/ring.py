@@ -144,9 +144,9 @@ class Consumer(_End):
             RingError: Index, length, sequence or checksum cannot be right (R2, R3).
         """
         tail = self._lines[self._tail_line]
-        if tail == self._head:
-            return None
         pending = tail - self._head
+        if not pending and tail == self._tail_seen:
+            return None
         if tail < self._tail_seen or not FRAME_BYTES <= pending <= self._capacity:
             msg = "the producer's index is outside the ring"
             raise RingError(msg)

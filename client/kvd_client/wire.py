@@ -331,11 +331,13 @@ _CODES = {
 }
 
 
+_PACKER = msgpack.Packer(use_bin_type=True)
+"""One for all threads: `pack` of plain values is a single C call under the GIL."""
+
+
 def encode(message: tuple[Any, ...]) -> bytes:
     """Encode one of the messages above; raises KeyError for anything else."""
-    packed = msgpack.packb((_CODES[type(message)], *message), use_bin_type=True)
-    assert isinstance(packed, bytes)
-    return packed
+    return _PACKER.pack((_CODES[type(message)], *message))
 
 
 def _unpack(payload: bytes) -> list[Any]:

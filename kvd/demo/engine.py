@@ -102,7 +102,7 @@ def serve_one(
 
     from kvd_client import transformers as kvd_hf
 
-    class FirstToken(BaseStreamer):  # type: ignore[misc]
+    class FirstToken(BaseStreamer):
         """Notes when the first new token is there; the prompt itself is streamed before it."""
 
         puts = 0
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--socket", help="kvd's socket")
     parser.add_argument("--prepare", action="store_true", help="only expand the model, once")
     parser.add_argument("--tokens", type=int, default=0, help="of the prompt; 0: as it is")
-    parser.add_argument("--new-tokens", type=int, default=32, help="to generate, at most")
+    parser.add_argument("--new-tokens", type=int, default=24, help="to generate, at most")
     parser.add_argument("--salt", default="", help="hex: engines with one salt share")
     arguments = parser.parse_args()
     from kvd.demo import model as demo_model

@@ -96,7 +96,9 @@ class Listener:
                 connection.close()  # it died before it could be named
 
     def close(self) -> None:
-        """Stop listening and remove the path."""
+        """Stop listening and remove the path; twice is harmless."""
+        if self._socket.fileno() < 0:
+            return
         self._socket.close()
         try:
             os.unlink(self.path)  # noqa: PTH108

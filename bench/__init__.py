@@ -1,0 +1,1 @@
+"""Benches: each is run as `python -m bench.NAME`, with `--json` for machines."""

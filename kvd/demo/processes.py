@@ -1,0 +1,158 @@
+"""The demo's processes: one `kvd serve` of its own, and engines that come and go.
+
+Shared by the demo and by bench/ttft.py. Every process started here is ended here, whatever
+happens in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from kvd.demo.engine import STAGE, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+READY_S: Final = 30.0
+STOP_S: Final = 15.0
+STAT_S: Final = 30.0
+ENGINE_S: Final = 900.0
+"""A slow, shared machine takes minutes; a hang takes longer."""
+ERROR_LINES: Final = 15
+
+
+class StepFailed(Exception):
+    """A process of the demo ended badly; the text holds what it said last."""
+
+
+@contextmanager
+def daemon(folder: Path, host_bytes: str = "1GiB") -> Iterator[Path]:
+    """Run `kvd serve` on a socket in `folder`, and yield the socket once it answers.
+
+    Args:
+        folder: Where its socket, state and log go; nobody else's.
+        host_bytes: Of its host tier, as `kvd serve` takes them.
+
+    Raises:
+        StepFailed: It ended, or did not answer within `READY_S`.
+    """
+    path = folder / "kvd.sock"
+    command = [sys.executable, "-m", "kvd", "serve", "--socket", str(path)]
+    command += ["--state-dir", str(folder / "state"), "--host-bytes", host_bytes]
+    environment = {name: value for name, value in os.environ.items() if name != "KVD_CONFIG"}
+    log = folder / "kvd.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603 - our own
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
+    try:
+        _wait_ready(process, path, log)
+        yield path
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return
+    end = "ended" if process.poll() is not None else f"does not answer after {READY_S:.0f} s"
+    last = log.read_text(errors="replace").splitlines()[-ERROR_LINES:]
+    raise StepFailed("\n".join([f"kvd serve {end}:", *last]))
+
+
+def stat(path: Path) -> str:
+    """Return what `kvd stat` prints.
+
+    Raises:
+        StepFailed: It failed.
+    """
+    done = subprocess.run(  # noqa: S603 - our own
+        [sys.executable, "-m", "kvd", "stat", "--socket", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=STAT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise StepFailed(f"kvd stat failed with status {done.returncode}:\n{done.stderr.strip()}")
+    return done.stdout.rstrip()
+
+
+def engine(options: list[str], stage: Callable[[str], None]) -> Result:
+    """Run one engine process to its end.
+
+    Args:
+        options: Of `python -m kvd.demo.engine`.
+        stage: Called, in another thread, with the name of each stage as it begins.
+
+    Raises:
+        StepFailed: It failed, or took longer than `ENGINE_S`.
+    """
+    return Result(**json.loads(_run(options, stage)))
+
+
+def prepare(stage: Callable[[str], None]) -> None:
+    """Expand the model, which is slow, unless that was done before.
+
+    Raises:
+        StepFailed: As `engine`.
+    """
+    _run(["--prepare"], stage)
+
+
+def _run(options: list[str], stage: Callable[[str], None]) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "kvd.demo.engine", *options]
+    process = subprocess.Popen(  # noqa: S603 - our own
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    errors: deque[str] = deque(maxlen=ERROR_LINES)
+
+    def read_errors() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith(STAGE):
+                stage(line.removeprefix(STAGE).strip())
+            else:
+                errors.append(line.rstrip())
+
+    reader = threading.Thread(target=read_errors, daemon=True)
+    timer = threading.Timer(ENGINE_S, process.kill)
+    reader.start()
+    timer.start()
+    try:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:  # an interrupt: leave nothing behind
+            process.kill()
+            process.wait()
+        reader.join(STOP_S)
+    if code:
+        raise StepFailed("\n".join(errors) or f"the engine ended with status {code}")
+    return output

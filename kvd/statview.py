@@ -1,0 +1,294 @@
+"""Statistics for people and for programs: `kvd stat`.
+
+Whatever the page holds is shown as far as it makes sense: a field that is missing or of another
+type is left out or 0, because the daemon may be older or newer than this command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvd import statpage
+from kvd.sizes import about
+from kvd_client.paths import stat_page_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvd.statpage import Snapshot
+
+SILENT_S = 2.0
+"""A daemon writes its page several times a second; older than this means that it is stuck."""
+ROWS_MAX = 8
+CELL_CHARS_MAX = 28
+
+EXIT_OK, EXIT_NO_DAEMON, EXIT_SILENT = 0, 1, 3
+
+_SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+
+
+def run(socket: str, *, as_json: bool, watch_s: float | None) -> int:
+    """Show the statistics of the daemon at a socket, once or until Ctrl-C; return the exit code."""
+    if watch_s is None:
+        return _show(socket, as_json=as_json, clear=False)
+    on_screen = sys.stdout.isatty() and not as_json
+    try:
+        while True:
+            _show(socket, as_json=as_json, clear=on_screen)
+            if not on_screen and not as_json:
+                sys.stdout.write("\n")
+            sys.stdout.flush()
+            time.sleep(watch_s)
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+def _show(socket: str, *, as_json: bool, clear: bool) -> int:
+    try:
+        snapshot = statpage.read(stat_page_name(socket))
+    except statpage.NoStatPage as error:
+        text = f"kvd: {_clean(socket)}: {error}\n"
+        if clear:
+            sys.stdout.write("\x1b[H\x1b[J" + text)
+        else:
+            sys.stderr.write(text)
+        return EXIT_NO_DAEMON
+    if as_json:
+        text = _json(snapshot) + "\n"
+    else:
+        colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        text = render(snapshot, colours=colours) + "\n"
+    sys.stdout.write("\x1b[H\x1b[J" + text if clear else text)
+    if not snapshot.alive:
+        return EXIT_NO_DAEMON
+    return EXIT_SILENT if snapshot.age_s > SILENT_S else EXIT_OK
+
+
+def _json(snapshot: Snapshot) -> str:
+    import json
+
+    page = {
+        "age_s": round(snapshot.age_s, 3),
+        "pid": snapshot.pid,
+        "alive": snapshot.alive,
+        "stopped": snapshot.stopped,
+    }
+    return json.dumps({**snapshot.stats, "page": page})
+
+
+def render(snapshot: Snapshot, *, colours: bool = False) -> str:
+    """Return the table, some 25 lines."""
+
+    def paint(how: str, text: str) -> str:
+        return f"\x1b[{_SGR[how]}m{text}\x1b[0m" if colours and text else text
+
+    stats = snapshot.stats
+    lines = [_title(snapshot, paint), *_warnings(snapshot, paint), ""]
+    for name, text in _figures(stats):
+        lines.append(f"{paint('bold', f'{name:<10}')}{text}")
+    for table in (_tenants(stats), _sessions(stats), _spaces(stats)):
+        lines += _aligned(table, paint)
+    return "\n".join(lines)
+
+
+def _title(snapshot: Snapshot, paint: Callable[[str, str], str]) -> str:
+    stats = snapshot.stats
+    state = _text(stats, "state") or "state unknown"
+    return "  ".join(
+        [
+            paint("bold", f"kvd {_text(stats, 'version')}".strip()),
+            paint("green" if state == "serving" else "yellow", state),
+            _text(stats, "socket"),
+            f"pid {snapshot.pid}",
+            f"up {_duration(_number(stats, 'uptime_s'))}",
+            paint("dim", f"page {snapshot.age_s:.1f} s old"),
+        ]
+    )
+
+
+def _warnings(snapshot: Snapshot, paint: Callable[[str, str], str]) -> Iterator[str]:
+    age = _duration(snapshot.age_s)
+    if not snapshot.alive:
+        yield paint(
+            "red", f"no daemon: process {snapshot.pid} is gone; its last figures, {age} old:"
+        )
+    elif snapshot.stopped:
+        yield paint(
+            "red", f"daemon is stopped: page is {age} old; go on with kill -CONT {snapshot.pid}"
+        )
+    elif snapshot.age_s > SILENT_S:
+        yield paint(
+            "red", f"daemon does not answer: page is {age} old; process {snapshot.pid} is alive"
+        )
+    for note in _list(_map(snapshot.stats, "host"), "notes"):
+        yield paint("yellow", f"note: {_clean(note)}")
+
+
+def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from _host(_map(stats, "host"))
+    count, _ = _getters(stats)
+    now = (
+        f"{count('chunks')} chunks in {len(_list(stats, 'spaces'))} spaces,"
+        f" {count('leases')} leases ({count('leases_overdue')} overdue),"
+        f" {count('orphans')} orphans"
+    )
+    yield "cache", now
+    counters = _map(stats, "counters")
+    yield from _traffic(counters)
+    so_far, _ = _getters(counters)
+    sessions = (
+        f"{count('session_count')} now, {so_far('sessions')} so far,"
+        f" {so_far('sessions_refused')} refused, {so_far('sessions_ended_badly')} ended badly"
+    )
+    yield "sessions", sessions
+    lag_ms = _number(stats, "loop_lag_ms")
+    yield "loop", f"{so_far('messages')} messages, {lag_ms:.1f} ms behind"
+
+
+def _traffic(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    count, size = _getters(counters)
+    asked = _number(counters, "lookup_chunks_asked")
+    found = _number(counters, "lookup_chunks_found")
+    rate = f"hit rate {100 * found / asked:.1f} % of {asked:,.0f} chunks" if asked else "none asked"
+    yield "lookups", f"{count('lookups')}, {rate}"
+    reads = (
+        f"{size('bytes_acquired')} in {count('chunks_acquired')} chunks,"
+        f" {count('acquires')} leases;"
+        f" {count('acquires_missed')} missed, {count('acquires_over_quota')} cut by quota"
+    )
+    yield "reads", reads
+    writes = (
+        f"{size('bytes_published')} in {count('objects_published')} of"
+        f" {count('objects_reserved')} objects reserved;"
+        f" {count('reserves_refused')} refused, {count('reserves_expired')} expired"
+    )
+    yield "writes", writes
+    reasons = _map(counters, "evictions")
+    by_reason = ", ".join(f"{_number(reasons, why):,.0f} {_clean(why)}" for why in reasons)
+    yield "evicted", f"{size('bytes_evicted')} in objects: {by_reason}" if by_reason else "nothing"
+
+
+def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    _, size = _getters(host)
+    capacity, used = _number(host, "capacity_bytes"), _number(host, "used_bytes")
+    part = min(1.0, used / capacity) if capacity else 0.0
+    bar = "#" * round(20 * part) + "." * (20 - round(20 * part))
+    held, blank = (_number(host, name) for name in ("slabs_held", "slabs_blank"))
+    slabs = f"{held:.0f} of {held + blank:.0f} slabs of {size('slab_bytes')} held"
+    yield "host", f"[{bar}] {100 * part:.0f} %, {about(used)} of {about(capacity)}; {slabs}"
+    contents = (
+        f"published {size('published_bytes')}, filling {size('reserved_bytes')},"
+        f" quarantined {size('quarantined_bytes')}, pinned {size('pinned_bytes')}"
+    )
+    yield "", contents
+    ready = _number(host, "ready_bytes")
+    warming = f"; {about(ready)} ready so far" if ready < capacity else ""
+    yield "", f"locked {size('locked_bytes')}, in huge pages {size('huge_bytes')}{warming}"
+
+
+def _tenants(stats: dict[str, Any]) -> list[list[str]]:
+    rows = [["TENANT", "SESSIONS", "SHARE", "HELD", "PUBLISHED", "PINNED", "FILLING"]]
+    for tenant in _rows(stats, "tenants"):
+        count, size = _getters(tenant)
+        sizes = ("share", "held", "published", "pinned", "filling")
+        cells = [size(f"{name}_bytes") for name in sizes]
+        rows.append([_text(tenant, "name"), count("sessions"), *cells])
+    return rows
+
+
+def _sessions(stats: dict[str, Any]) -> list[list[str]]:
+    rows = [["SESSION", "PID", "RANK", "LEASES", "FILLING", "TENANT", "CLIENT", "LABEL"]]
+    for session in _rows(stats, "sessions"):
+        cells = [_id(session, name) for name in ("id", "pid", "rank", "leases", "filling")]
+        rows.append([*cells, *(_text(session, name) for name in ("tenant", "name", "label"))])
+    return rows
+
+
+def _spaces(stats: dict[str, Any]) -> list[list[str]]:
+    rows = [["SPACE", "CHUNKS", "SESSIONS", "TENANT", "LAYOUT"]]
+    for space in _rows(stats, "spaces"):
+        count, _ = _getters(space)
+        texts = [_text(space, name) for name in ("label", "tenant", "layout")]
+        rows.append([texts[0], count("chunks"), count("sessions"), *texts[1:]])
+    return rows
+
+
+def _aligned(rows: list[list[str]], paint: Callable[[str, str], str]) -> Iterator[str]:
+    """Lay out a table, its longer part left to --json; columns of numbers to the right."""
+    if len(rows) == 1:
+        return
+    more = len(rows) - 1 - ROWS_MAX
+    rows = [[_cut(cell) for cell in row] for row in rows[: ROWS_MAX + 1]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
+    yield ""
+    for number, row in enumerate(rows):
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        line = "  ".join(cells).rstrip()
+        yield paint("bold", line) if number == 0 else line
+    if more > 0:
+        yield paint("dim", f"and {more} more; --json shows them")
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= CELL_CHARS_MAX else cell[: CELL_CHARS_MAX - 2] + ".."
+
+
+def _getters(values: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """Return two ways to read a map: as a count, and as a size."""
+    return (
+        lambda name: f"{_number(values, name):,.0f}",
+        lambda name: about(_number(values, name)),
+    )
+
+
+def _number(values: dict[str, Any], name: str) -> float:
+    value = values.get(name)
+    return value if isinstance(value, int | float) else 0
+
+
+def _id(values: dict[str, Any], name: str) -> str:
+    value = values.get(name)
+    return str(value) if isinstance(value, int) else "-"
+
+
+def _text(values: dict[str, Any], name: str) -> str:
+    value = values.get(name)
+    return _clean(value) if isinstance(value, str | int | float) else ""
+
+
+def _clean(value: object) -> str:
+    """Keep a client's text from steering the terminal."""
+    return "".join(char if char.isprintable() else "?" for char in str(value))
+
+
+def _map(values: dict[str, Any], name: str) -> dict[str, Any]:
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _list(values: dict[str, Any], name: str) -> Sequence[Any]:
+    value = values.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _rows(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [row for row in _list(values, name) if isinstance(row, dict)]
+
+
+def _duration(seconds: float) -> str:
+    """Return a time to read: the two largest units."""
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.0f} s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest_s} s"
