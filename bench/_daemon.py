@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvd_client.paths import stat_page_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -67,6 +69,13 @@ class DaemonProcess:
         """Kill it the hard way and reap it."""
         self.process.kill()
         self.process.wait()
+
+    def clean_up(self) -> None:
+        """End it if it runs, and remove the page that a killed daemon leaves behind."""
+        if hasattr(self, "process") and self.process.poll() is None:
+            self.kill()
+        page = Path("/dev/shm") / stat_page_name(self.socket)[1:]  # noqa: S108 - where Linux has it
+        page.unlink(missing_ok=True)
 
     def stop(self, timeout_s: float = 15.0) -> int:
         """Ask it to drain; return its exit status."""

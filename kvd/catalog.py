@@ -22,6 +22,7 @@ from kvd.identity import presence, rules_of, usable_prefix
 from kvd.metrics import Counters
 from kvd.policy import LeafLru
 from kvd.quota import Quota, Resource
+from kvd.tiers.slab import stride_of
 from kvd_client.wire import NOWHERE, Status
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class Catalog:
             self.spaces.pop((space.tenant, space.namespace, space.layout.id), None)
 
     def _lru(self, space: Space) -> LeafLru:
-        sizes = frozenset(group.object_bytes for group in space.layout.groups)
-        return self._lrus.setdefault((space.tenant, sizes), LeafLru())
+        strides = frozenset(stride_of(group.object_bytes) for group in space.layout.groups)
+        return self._lrus.setdefault((space.tenant, strides), LeafLru())
 
     # ---------------------------------------------------------------- reading
 
@@ -214,6 +215,8 @@ class Catalog:
             for group in range(len(space.layout.groups))
             if groups >> group & 1
         ]
+        if not columns:
+            return []  # and no node either: nothing would hold it in the tree
         above = space.chunks.get(parent)
         refusal = Status.OK
         if above is None and parent != space.namespace:
@@ -380,8 +383,9 @@ class Catalog:
 
     def _coldest_lru(self, tenant: Tenant, size_bytes: int) -> LeafLru | None:
         best: tuple[int, LeafLru] | None = None
-        for (whose, sizes), lru in self._lrus.items():
-            if whose == tenant and size_bytes in sizes:
+        stride = stride_of(size_bytes)
+        for (whose, strides), lru in self._lrus.items():
+            if whose == tenant and stride in strides:
                 chunk = lru.victim()
                 if chunk is not None and (best is None or chunk.tick < best[0]):
                     best = (chunk.tick, lru)

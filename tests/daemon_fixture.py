@@ -73,8 +73,7 @@ def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
 
         yield make
         for daemon in made:
-            if hasattr(daemon, "process") and daemon.process.poll() is None:
-                daemon.kill()
+            daemon.clean_up()
 
 
 @pytest.fixture
