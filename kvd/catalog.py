@@ -103,49 +103,45 @@ class Catalog:
         Returns:
             The pinned chunks, none for a miss; the caller owns the pins and ends them by `unpin`.
         """
-        usable = self.usable(space, hashes)
-        while (fits := self._fitting(space, hashes, first, usable)) < usable:
+        chain, usable = hashes, self.usable(space, hashes)
+        chunks = space.chunks
+        held = [chunk for key in chain[first:usable] if (chunk := chunks.get(key))]
+        left = self.quota.left(space.tenant, Resource.PINNED_BYTES)
+        while sum([chunk.size_bytes for chunk in held if not chunk.pins]) > left:
             self.counters.acquires_over_quota += 1
-            usable = self.usable(space, hashes[:fits])
-        held = tuple(c for key in hashes[first:usable] if (c := space.chunks.get(key)))
-        if len(held) != usable - first:
+            chain = chain[: first + _fitting(held, left)]
+            usable = self.usable(space, chain)
+            held = held[: max(0, usable - first)]
+        if len(held) != max(0, usable - first):
             return ()  # hashes that are no chain: T1 says that a real one has every node
         self.pin(held)
-        return held
-
-    def _fitting(self, space: Space, hashes: Sequence[bytes], first: int, usable: int) -> int:
-        """Return how far the chain could be pinned within the tenant's quota."""
-        left = self.quota.left(space.tenant, Resource.PINNED_BYTES)
-        for index in range(first, usable):
-            chunk = space.chunks.get(hashes[index])
-            if chunk is not None and not chunk.pins:
-                left -= chunk.size_bytes
-                if left < 0:
-                    return index
-        return usable
+        return tuple(held)
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
         """Hold chunks in place; the first pin of each charges its bytes."""
+        charge = 0
         for chunk in reversed(chunks):
             if not chunk.pins:
+                charge += chunk.size_bytes
                 chunk.pinned_bytes = chunk.size_bytes
-                tenant = chunk.space.tenant
-                charged = self.quota.charge(tenant, Resource.PINNED_BYTES, chunk.pinned_bytes)
-                assert charged  # C3: `hold` takes what fits; who attaches finds it pinned
             chunk.pins += 1
             self._touch(chunk)
+        if charge:
+            charged = self.quota.charge(chunks[0].space.tenant, Resource.PINNED_BYTES, charge)
+            assert charged  # C3: `hold` takes what fits; who attaches finds it pinned
 
-    def unpin(self, chunks: Iterable[Chunk]) -> None:
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
         """End one pin of each chunk."""
+        discharge = 0
         for chunk in chunks:
             assert chunk.pins > 0  # C2
             chunk.pins -= 1
             if not chunk.pins:
-                self.quota.discharge(
-                    chunk.space.tenant, Resource.PINNED_BYTES, chunk.pinned_bytes
-                )
+                discharge += chunk.pinned_bytes
                 chunk.pinned_bytes = 0
                 self._settle(chunk)
+        if discharge:
+            self.quota.discharge(chunks[0].space.tenant, Resource.PINNED_BYTES, discharge)
 
     def places(
         self, space: Space, chunks: Iterable[Chunk], first: int, rank: int
@@ -289,6 +285,7 @@ class Catalog:
         slot.step(SlotEvent.PUBLISH)
         self._forget_filling(slot)
         chunk.mask |= 1 << slot.column
+        chunk.size_bytes += slot.size_bytes
         chunk.filling -= 1
         self.counters.objects_published += 1
         self.counters.bytes_published += slot.size_bytes
@@ -430,6 +427,7 @@ class Catalog:
             self.pool.give_back(slot)
         chunk.slots.clear()
         chunk.mask = 0
+        chunk.size_bytes = 0
         self._settle(chunk)
 
     # ---------------------------------------------------------------- accounts
@@ -467,6 +465,16 @@ class Catalog:
         assert owned == set(self._filling.values()), "C8"
 
 
+def _fitting(chunks: Sequence[Chunk], left: int) -> int:
+    """Return how many chunks from the first on can be pinned with so many bytes."""
+    for count, chunk in enumerate(chunks):
+        if not chunk.pins:
+            left -= chunk.size_bytes
+            if left < 0:
+                return count
+    return len(chunks)
+
+
 def _record(
     index: int, group: int, slot: Slot | None, status: Status = Status.OK
 ) -> PlaceRecord:
@@ -481,11 +489,13 @@ def _check_chunk(chunk: Chunk) -> None:
     assert chunk.mask or chunk.filling or chunk.pins or chunk.children, "T2"
     assert parent is None or parent.space.chunks.get(parent.hash) is parent, "T1"
     assert parent is None or chunk in parent.children, "T1"
-    mask = filling = 0
+    mask = filling = size_bytes = 0
     for column, slot in chunk.slots.items():
         assert slot.chunk is chunk, "T3"
         assert slot.column == column, "T3"
         assert slot.tenant == chunk.space.tenant, "T3"
         mask |= (slot.state is SlotState.PUBLISHED) << column
         filling += slot.state is SlotState.RESERVED
+        size_bytes += slot.size_bytes if slot.state is SlotState.PUBLISHED else 0
+    assert size_bytes == chunk.size_bytes, "T3"
     assert (mask, filling) == (chunk.mask, chunk.filling), "T3"

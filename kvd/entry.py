@@ -191,6 +191,7 @@ class Chunk:
         filling: Reserved slots among them.
         pins: Leases that name it; it stays while there is one.
         pinned_bytes: What the first pin charged.
+        size_bytes: Bytes of its published objects.
         tick: When it was last used; larger is later.
     """
 
@@ -202,6 +203,7 @@ class Chunk:
         "parent",
         "pinned_bytes",
         "pins",
+        "size_bytes",
         "slots",
         "space",
         "tick",
@@ -218,14 +220,10 @@ class Chunk:
         self.filling = 0
         self.pins = 0
         self.pinned_bytes = 0
+        self.size_bytes = 0
         self.tick = 0
 
     @property
     def evictable(self) -> bool:
         """A leaf with objects that nobody holds or fills."""
         return bool(self.mask) and not (self.children or self.pins or self.filling)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its published objects."""
-        return sum(s.size_bytes for s in self.slots.values() if s.state is SlotState.PUBLISHED)

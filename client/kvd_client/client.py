@@ -180,8 +180,7 @@ class Client:
         connection = self._link.connection
         if reply.status != Status.OK or connection is None:
             return Lease(self, None, first=reply.first, chunks=reply.first)
-        places = tuple(wire.unpack_places(reply.objects))
-        self._map_slabs(connection, places)
+        self._map_slabs(connection, reply.objects)
         return Lease(
             self,
             connection,
@@ -189,17 +188,14 @@ class Client:
             token=reply.token,
             first=reply.first,
             chunks=reply.chunks,
-            places=places,
+            objects=reply.objects,
         )
 
     @staticmethod
-    def _map_slabs(connection: Connection, places: Iterable[Place]) -> None:
-        """Map every slab of `places` and check that they lie inside."""
-        for place in places:
-            if place.status == Status.OK:
-                slab = connection.slab(place.slab)
-                if place.offset_bytes + place.size_bytes > len(slab):
-                    raise Lost
+    def _map_slabs(connection: Connection, objects: bytes) -> None:
+        """Map every slab named by OBJECT records; raises Lost when one cannot be."""
+        for slab in wire.slabs_of(objects):
+            connection.slab(slab)
 
     def release(self, lease: Lease) -> None:
         """End a lease; see `Lease.release`."""
@@ -256,18 +252,13 @@ class Client:
     def _reservation(self, reply: wire.ReserveReply, first: int) -> Reservation:
         connection = self._link.connection
         assert connection is not None
-        places = list(wire.unpack_places(reply.objects))
-        self._map_slabs(connection, places)
         slots = []
-        for place in places:
+        for place in wire.unpack_places(reply.objects):
             buffer = None
             if place.status == Status.OK:
-                end = place.offset_bytes + place.size_bytes
-                buffer = connection.slab(place.slab)[place.offset_bytes : end]
+                buffer = connection.place(place)
             status = Status(place.status)
-            slots.append(
-                Slot(place.chunk + first, place.group, status, buffer, place.generation)
-            )
+            slots.append(Slot(place.chunk + first, place.group, status, buffer, place.generation))
         return Reservation(self, connection, tuple(slots))
 
     def _end_slots(

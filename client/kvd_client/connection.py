@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _GREETING_FDS = 2
 _RECEIVE_BYTES = 4096
+SPIN_NS = 25_000 if (os.cpu_count() or 1) > 1 else 0
+"""How long to watch the ring before sleeping."""
+BELLS_LEFT_MAX = 32
+"""Most bells left in the socket by replies that were seen without them."""
 SLAB_WAIT_S = 0.25
 """Longest wait for a slab's descriptor, once a slab and session."""
 
@@ -45,6 +49,7 @@ class Connection:
         self._memory: mmap.mmap | None = None
         self._slabs: dict[int, memoryview] = {}
         self._bell = -1
+        self._bells_left = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.setblocking(False)
@@ -135,36 +140,56 @@ class Connection:
         """Sleep until the daemon says something; tell whether it did before the time was over."""
         return bool(self._poller.poll(max(0.0, timeout_s) * 1e3))
 
-    def receive(self) -> Iterator[Any]:
+    def spin(self) -> bool:
+        """Watch the ring for `SPIN_NS` before sleeping: most replies are there by then.
+
+        Saves a wake-up, a third of a round trip. The bell stays in the socket for `receive`.
+        """
+        pending = self._completions.pending
+        until = time.perf_counter_ns() + SPIN_NS
+        while time.perf_counter_ns() < until:
+            if pending():
+                return True
+        return False
+
+    def receive(self, *, bell: bool = True) -> Iterator[Any]:
         """Yield the replies that are there.
+
+        Args:
+            bell: Look at the socket first; False after `spin`, which needs no bell.
 
         Raises:
             Lost: The daemon went away or broke the protocol.
             Refused: The daemon ended the session and said why.
         """
-        try:
-            packet = self._socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            packet = wire.BELL  # none yet; the ring may have something all the same
-        except OSError as error:
-            raise Lost from error
-        yield from self.replies()
-        if packet != wire.BELL:
-            try:
-                message = wire.decode(packet, wire.TO_CLIENT) if packet else None
-            except WireError as error:
-                raise Lost from error
-            if isinstance(message, wire.Refused):
-                raise Refused(message.code, message.text)
-            raise Lost  # its end, or what nobody asked for
-
-    def replies(self) -> Iterator[Any]:
-        """Yield the replies that are on the ring; raises Lost as `receive` does."""
+        self._bells_left += not bell
+        packet = wire.BELL
+        if bell or self._bells_left > BELLS_LEFT_MAX:
+            packet = self._hear_bells()
         try:
             while (body := self._completions.receive()) is not None:
                 yield wire.decode(body, wire.REPLIES)
+            if packet != wire.BELL:
+                message = wire.decode(packet, wire.TO_CLIENT) if packet else None
+                if isinstance(message, wire.Refused):
+                    raise Refused(message.code, message.text)
+                raise Lost  # its end, or what nobody asked for
         except (RingError, WireError) as error:
             raise Lost from error
+
+    def _hear_bells(self) -> bytes:
+        """Take the bells out of the socket; return the first packet that is none, or a bell."""
+        try:
+            for _ in range(self._bells_left + 1):
+                packet = self._socket.recv(_RECEIVE_BYTES)
+                if packet != wire.BELL:
+                    return packet
+        except BlockingIOError:
+            pass  # no more; the ring may have something all the same
+        except OSError as error:
+            raise Lost from error
+        self._bells_left = 0
+        return wire.BELL
 
     def slab(self, slab: int) -> memoryview:
         """Return a writable view of a slab, mapping it at first use.
@@ -176,6 +201,18 @@ class Connection:
         view = self._slabs.get(slab)
         if view is None:
             view = self._slabs[slab] = memoryview(self._map(slab))
+        return view
+
+    def place(self, place: wire.Place) -> memoryview:
+        """Return a writable view of an object's bytes.
+
+        Raises:
+            Lost: It does not lie in its slab, or as `slab`.
+        """
+        end = place.offset_bytes + place.size_bytes
+        view = self.slab(place.slab)[place.offset_bytes : end]
+        if len(view) != place.size_bytes:
+            raise Lost
         return view
 
     def _map(self, slab: int) -> mmap.mmap:

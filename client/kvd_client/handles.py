@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from kvd_client.errors import HandleClosed
-from kvd_client.wire import Place, Status
+from kvd_client.wire import Place, Status, unpack_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,22 +98,31 @@ class Lease:
         token: bytes = b"",
         first: int = 0,
         chunks: int = 0,
-        places: tuple[Place, ...] = (),
+        objects: bytes = b"",
     ) -> None:
-        """Hold nothing (a miss) unless told otherwise."""
+        """Hold nothing (a miss) unless told otherwise; `objects` are OBJECT records."""
         self._client = client
         self.connection = connection
         self.lease = lease
         self.token = token
         self.first = first
         self.chunks = chunks
-        self._places = {(place.chunk, place.group): place for place in places}
+        self._objects = objects
+        self._table: dict[tuple[int, int], Place] | None = None
         self._views = _Views()
         self._open = True
 
     def __bool__(self) -> bool:
         """Tell whether there is anything to load."""
         return self.chunks > self.first
+
+    @property
+    def _places(self) -> dict[tuple[int, int], Place]:
+        """The records by chunk and group, read at first need: a view of one costs one table."""
+        if self._table is None:
+            places = unpack_places(self._objects)
+            self._table = {(place.chunk, place.group): place for place in places}
+        return self._table
 
     @property
     def size_bytes(self) -> int:
@@ -135,9 +144,7 @@ class Lease:
             msg = "this lease has ended: acquire again"
             raise HandleClosed(msg)
         place = self._places[chunk, group]
-        slab = self.connection.slab(place.slab)
-        end = place.offset_bytes + place.size_bytes
-        return self._views.keep(slab[place.offset_bytes : end].toreadonly())
+        return self._views.keep(self.connection.place(place).toreadonly())
 
     def release(self) -> None:
         """End the lease. Call it when the last copy out of it has finished; twice is harmless."""

@@ -183,14 +183,14 @@ class Link:
                 ticket.miss()
         return ticket
 
-    def take(self) -> list[Ticket[Any]]:
-        """Take in the replies that are there, without waiting."""
+    def take(self, *, bell: bool = True) -> list[Ticket[Any]]:
+        """Take in the replies that are there, without waiting; `bell` as in `receive`."""
         taken: list[Ticket[Any]] = []
         connection = self.connection
         if connection is None or not connection.greeted:
             return taken
         try:
-            for reply in connection.receive():
+            for reply in connection.receive(bell=bell):
                 self._stalled = False
                 ticket = self._pending.pop(reply[0], None)
                 if ticket is None:
@@ -221,7 +221,9 @@ class Link:
             while not ticket.done:
                 connection = self.session
                 assert connection is not None  # a lost one ends its tickets
-                if connection.wait(deadline - time.monotonic()):
+                if connection.spin():
+                    self.take(bell=False)
+                elif connection.wait(deadline - time.monotonic()):
                     self.take()
                 elif not self.take() and not ticket.done:  # a last look, bell or no bell
                     ticket.abandoned = True

@@ -379,10 +379,12 @@ def decode(payload: bytes, table: Table) -> Any:  # noqa: ANN401 - one of the ta
         raise WireError("protocol", f"must be {PROTOCOL}")
     if len(body) != len(rules) + 1:
         raise WireError(kind.__name__, f"must have {len(rules)} fields")
-    for name, rule, value in zip(kind._fields, rules, body[1:], strict=True):
-        if not rule.holds(value):
-            raise WireError(f"{kind.__name__}.{name}", f"must be {rule.words}")
-    return kind(*body[1:])
+    del body[0]
+    for index, value in enumerate(body):
+        if not rules[index].holds(value):
+            name = f"{kind.__name__}.{kind._fields[index]}"
+            raise WireError(name, f"must be {rules[index].words}")
+    return kind._make(body)
 
 
 def split_hashes(joined: bytes) -> list[bytes]:
@@ -399,6 +401,12 @@ def pack_places(places: Iterable[tuple[int, ...]]) -> bytes:
 def unpack_places(joined: bytes) -> Iterator[Place]:
     """Read OBJECT records, whose fields are unsigned by construction."""
     return map(Place._make, OBJECT.iter_unpack(joined))
+
+
+def slabs_of(joined: bytes) -> set[int]:
+    """Return the slabs that OBJECT records name, without reading the rest of them."""
+    words = memoryview(joined).cast("I")
+    return set(words[2 :: OBJECT.size // 4])
 
 
 def pack_generations(generations: Iterable[int]) -> bytes:

@@ -45,8 +45,9 @@ class Report(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Time to first token without a prefix over that with one."""
-        return self.cold.first_token_ms / self.warm.first_token_ms
+        """Time to first token of the faster computing run over that of the loading one."""
+        computed_ms = min(self.cold.first_token_ms, self.without.first_token_ms)
+        return computed_ms / self.warm.first_token_ms
 
     @property
     def failures(self) -> list[str]:
@@ -179,7 +180,7 @@ def _page(report: Report) -> str:
         ("whole answer", *(f"{r.total_ms:,.0f} ms" for r in report[:3])),
         ("prompt tokens", *(f"{r.prompt_tokens:,}" for r in report[:3])),
         ("  of these reused", *(f"{r.tokens_reused:,}" for r in report[:3])),
-        ("  stored", *(f"{r.tokens_stored:,}" for r in report[:3])),
+        ("  in kvd afterwards", *(f"{r.tokens_stored:,}" for r in report[:3])),
     ]
     table = [f"{a:<24}{b:>16}{c:>16}{d:>18}" for a, b, c, d in rows]
     table.insert(1, "-" * len(table[0]))
@@ -187,7 +188,7 @@ def _page(report: Report) -> str:
     if warm.tokens_reused:
         rates = f"{warm.load_gb_s:.2f} GB/s, a plain memcpy {warm.memcpy_gb_s:.2f} GB/s"
         lines += [
-            f"{report.speedup:.1f} times sooner.",
+            f"The first token came {report.speedup:.1f} times sooner than in the faster run of A.",
             f"Loaded {warm.bytes_reused / 1e6:,.1f} MB of KV in {warm.load_ms:.1f} ms: {rates}.",
             f"Stored {cold.bytes_stored / 1e6:,.1f} MB in {cold.store_ms:.1f} ms.",
             "",

@@ -1,0 +1,259 @@
+"""What `kvd stat` shows of a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd import statpage, statview
+from kvd.statpage import Snapshot, StatPage
+from kvd_client.paths import stat_page_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+STATS: dict[str, Any] = {
+    "version": "0.1.0",
+    "epoch": 17,
+    "uptime_s": 7384.0,
+    "state": "serving",
+    "socket": "/run/kvd/kvd.sock",
+    "loop_lag_ms": 0.3,
+    "sessions": [
+        {
+            "id": 3,
+            "tenant": "default",
+            "name": "engine",
+            "pid": 4711,
+            "label": "model@main",
+            "rank": 1,
+            "leases": 2,
+            "filling": 0,
+        }
+    ],
+    "session_count": 1,
+    "orphans": 0,
+    "host": {
+        "capacity_bytes": 1024 * MIB,
+        "ready_bytes": 1024 * MIB,
+        "slab_bytes": 64 * MIB,
+        "slabs_blank": 12,
+        "slabs_held": 4,
+        "used_bytes": 256 * MIB,
+        "published_bytes": 200 * MIB,
+        "reserved_bytes": 50 * MIB,
+        "quarantined_bytes": 6 * MIB,
+        "pinned_bytes": 10 * MIB,
+        "locked_bytes": 1024 * MIB,
+        "huge_bytes": 0,
+        "notes": ["no huge pages: set vm.nr_hugepages"],
+    },
+    "tenants": [
+        {
+            "name": "default",
+            "share_bytes": 1024 * MIB,
+            "held_bytes": 256 * MIB,
+            "published_bytes": 200 * MIB,
+            "pinned_bytes": 10 * MIB,
+            "filling_bytes": 56 * MIB,
+            "sessions": 1,
+        }
+    ],
+    "spaces": [
+        {
+            "tenant": "default",
+            "label": "model@main",
+            "layout": "32x8x128",
+            "chunks": 99,
+            "sessions": 1,
+        }
+    ],
+    "chunks": 99,
+    "leases": 2,
+    "leases_overdue": 0,
+    "counters": {
+        "lookups": 1234,
+        "lookup_chunks_asked": 8000,
+        "lookup_chunks_found": 7000,
+        "evictions": {"cold": 12, "quota": 3},
+        "bytes_evicted": 30 * MIB,
+        "messages": 56789,
+    },
+}
+
+
+def snapshot(stats: dict[str, Any], **changes: Any) -> Snapshot:
+    """A fresh page of a daemon in good health, but for `changes`."""
+    plain = {"stats": stats, "age_s": 0.2, "pid": 99, "alive": True, "stopped": False}
+    return Snapshot(**{**plain, **changes})
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Iterator[str]:
+    """A socket path whose page is free afterwards."""
+    path = str(tmp_path / "kvd.sock")
+    yield path
+    assert not Path(f"/dev/shm{stat_page_name(path)}").exists()
+
+
+def test_shows_what_matters() -> None:
+    """State, fill, hit rate, evictions with reasons, tenants, sessions and notes are there."""
+    text = statview.render(snapshot(STATS))
+    for part in (
+        "kvd 0.1.0  serving  /run/kvd/kvd.sock  pid 99  up 2 h 3 min",
+        "[#####...............] 25 %, 256 MiB of 1.00 GiB; 4 of 16 slabs of 64.0 MiB held",
+        "hit rate 87.5 % of 8,000 chunks",
+        "30.0 MiB in objects: 12 cold, 3 quota",
+        "note: no huge pages: set vm.nr_hugepages",
+        "default         1  1.00 GiB",
+        "4711",
+        "32x8x128",
+    ):
+        assert part in text
+    assert 20 <= text.count("\n") + 1 <= 30
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    assert "so far" not in text.split("sessions")[0]
+
+
+def test_colours_change_nothing_else() -> None:
+    """Without its colours the coloured text is the plain one."""
+    coloured = statview.render(snapshot(STATS), colours=True)
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[\d*m", "", coloured) == statview.render(snapshot(STATS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"age_s": 2.5}, "daemon does not answer: page is 2 s old; process 99 is alive"),
+        ({"age_s": 90.0, "stopped": True}, "daemon is stopped: page is 1 min 30 s old"),
+        ({"age_s": 0.1, "alive": False}, "no daemon: process 99 is gone"),
+    ],
+)
+def test_says_when_the_daemon_is_not_well(changes: dict[str, Any], expected: str) -> None:
+    """An old page, a stopped and a dead daemon are told apart, above the figures."""
+    assert expected in statview.render(snapshot(STATS, **changes)).splitlines()[1]
+    assert "daemon" not in statview.render(snapshot(STATS, age_s=1.9)).split("[#")[0]
+
+
+def test_tier_still_getting_ready() -> None:
+    """While memory is being made ready, it says how much is."""
+    host = {**STATS["host"], "ready_bytes": 512 * MIB}
+    assert "512 MiB ready so far" in statview.render(snapshot({**STATS, "host": host}))
+
+
+def test_long_tables_are_cut() -> None:
+    """Many sessions are shown as a few and a count."""
+    text = statview.render(snapshot({**STATS, "sessions": STATS["sessions"] * 20}))
+    assert text.count("4711") == 8
+    assert "and 12 more; --json shows them" in text
+
+
+def test_a_client_cannot_steer_the_terminal() -> None:
+    """Control characters in a client's name are not printed."""
+    session = {**STATS["sessions"][0], "name": "\x1b[2Jx\ny", "label": "\x9b1m"}
+    text = statview.render(snapshot({**STATS, "sessions": [session]}))
+    assert "?[2Jx?y" in text
+    assert not {"\x1b", "\x9b"}.intersection(text)
+
+
+_ANY = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(0, 1 << 63)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.data())
+def test_any_field_may_be_missing_or_odd(data: st.DataObject) -> None:
+    """A page of an older or newer daemon, with fields gone or of another type, is still shown."""
+    stats = json.loads(json.dumps(STATS))
+    places = [stats, stats["host"], stats["counters"], stats["sessions"][0], stats["tenants"][0]]
+    for place in places:
+        for key in data.draw(st.lists(st.sampled_from(sorted(place)), max_size=3, unique=True)):
+            if data.draw(st.booleans()):
+                del place[key]
+            else:
+                place[key] = data.draw(_ANY)
+    text = statview.render(snapshot(stats))
+    assert "lookups" in text
+    assert all(char.isprintable() or char == "\n" for char in text)
+    assert statview.render(snapshot({}))
+
+
+# ------------------------------------------------------------------------------------- exit codes
+
+
+def test_exit_codes(
+    socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 fresh, 1 no daemon, 3 silent; the text for people is on the right stream."""
+    assert statview.run(socket, as_json=False, watch_s=None) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvd: {socket}: no daemon here")
+    page = StatPage.create(stat_page_name(socket))
+    page.write(STATS, time.monotonic_ns())
+    assert statview.run(socket, as_json=False, watch_s=None) == 0
+    assert "hit rate 87.5 %" in capsys.readouterr().out
+    page.write(STATS, time.monotonic_ns() - 9 * 10**9)
+    assert statview.run(socket, as_json=False, watch_s=None) == 3
+    assert "does not answer" in capsys.readouterr().out
+    monkeypatch.setattr(statpage, "_process", lambda _: (0, ""))
+    assert statview.run(socket, as_json=False, watch_s=None) == 1
+    assert "is gone" in capsys.readouterr().out
+    page.close()
+
+
+def test_json_is_complete(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json is one line with everything the daemon wrote, and about the page itself."""
+    page = StatPage.create(stat_page_name(socket))
+    page.write(STATS, time.monotonic_ns())
+    assert statview.run(socket, as_json=True, watch_s=None) == 0
+    out = capsys.readouterr().out
+    shown = json.loads(out)
+    about = shown.pop("page")
+    assert shown == STATS
+    assert about["pid"] == os.getpid()
+    assert about["alive"] is True
+    assert 0 <= about["age_s"] < 5
+    assert out.count("\n") == 1
+    page.close()
+
+
+def test_watch_survives_a_restart(
+    socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--watch goes on without a daemon, finds the next one, and ends quietly with Ctrl-C."""
+    pages: list[StatPage] = []
+
+    def pause(seconds: float) -> None:
+        assert seconds == 0.5
+        if not pages:
+            pages.append(StatPage.create(stat_page_name(socket)))
+            pages[0].write(STATS, time.monotonic_ns())
+            return
+        pages[0].close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", pause)
+    assert statview.run(socket, as_json=False, watch_s=0.5) == 0
+    out, err = capsys.readouterr()
+    assert "no daemon here" in err
+    assert "hit rate" in out
