@@ -89,9 +89,7 @@ class DaemonProcess:
 
 
 @contextlib.contextmanager
-def running_daemon(
-    host_bytes: int | str = 1 << 30, arguments: Sequence[str] = ()
-) -> Iterator[str]:
+def running_daemon(host_bytes: int | str = 1 << 30, arguments: Sequence[str] = ()) -> Iterator[str]:
     """Run a daemon in a temporary directory; yields its socket."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
         daemon = DaemonProcess(Path(directory), host_bytes=host_bytes, arguments=arguments)

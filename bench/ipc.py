@@ -49,7 +49,7 @@ def at(times: list[float], share: float) -> float:
 
 def zmq_server(address: str) -> None:
     """Answer every request until an empty one comes."""
-    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(address)
     while True:
         sender, body = router.recv_multipart()
@@ -64,7 +64,7 @@ def zmq_pings_us(rounds: int) -> list[float]:
         address = f"ipc://{directory}/zmq"
         server = multiprocessing.get_context("spawn").Process(target=zmq_server, args=(address,))
         server.start()
-        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         dealer.connect(address)
 
         def ping() -> None:
@@ -88,7 +88,7 @@ def bench_layout() -> kvd_client.Layout:
 def run(rounds: int) -> dict[str, Any]:
     """Measure everything once, interleaved in three parts."""
     namespace = kvd_client.Namespace(model="bench", revision="0", dtype="bfloat16")
-    tokens = [random.randrange(1 << 17) for _ in range(TOKENS)]  # noqa: S311 - not secret
+    tokens = [random.randrange(1 << 17) for _ in range(TOKENS)]
     with running_daemon(64 << 20) as socket:
         client = kvd_client.connect(
             socket, namespace=namespace, layout=bench_layout(), required=True
@@ -122,7 +122,9 @@ def run(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run the bench."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=5000, help="round trips a measurement")
     arguments = parser.parse_args()

@@ -51,8 +51,8 @@ def run(rounds: int) -> dict[str, Any]:
 
 def whole_tier(daemon: DaemonProcess) -> float:
     """Wait until all memory is faulted in; return when it was."""
-    from kvd import statpage  # noqa: PLC0415 - the daemon's extras, only here
-    from kvd_client.paths import stat_page_name  # noqa: PLC0415
+    from kvd import statpage
+    from kvd_client.paths import stat_page_name
 
     while True:
         host = statpage.read(stat_page_name(daemon.socket)).stats["host"]

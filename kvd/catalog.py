@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space
 from kvd.identity import presence, rules_of, usable_prefix
-from kvd.metrics import Counters
 from kvd.policy import LeafLru
 from kvd.quota import Quota, Resource
 from kvd.tiers.slab import stride_of
@@ -28,6 +27,7 @@ from kvd_client.wire import NOWHERE, Status
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kvd.metrics import Counters
     from kvd.tiers.slab import Slab, SlabPool
     from kvd.types import Generation, OwnerId, Tenant
     from kvd_client.identity import Layout
@@ -106,14 +106,14 @@ class Catalog:
         chain, usable = hashes, self.usable(space, hashes)
         chunks = space.chunks
         held = [chunk for key in chain[first:usable] if (chunk := chunks.get(key))]
+        if len(held) != max(0, usable - first):
+            return ()  # hashes that are no chain: T1 says that a real one has every node
         left = self.quota.left(space.tenant, Resource.PINNED_BYTES)
         while sum([chunk.size_bytes for chunk in held if not chunk.pins]) > left:
             self.counters.acquires_over_quota += 1
             chain = chain[: first + _fitting(held, left)]
             usable = self.usable(space, chain)
             held = held[: max(0, usable - first)]
-        if len(held) != max(0, usable - first):
-            return ()  # hashes that are no chain: T1 says that a real one has every node
         self.pin(held)
         return tuple(held)
 
@@ -181,7 +181,7 @@ class Catalog:
 
     # ---------------------------------------------------------------- writing
 
-    def reserve(  # noqa: PLR0913
+    def reserve(
         self,
         space: Space,
         owner: OwnerId,
@@ -358,54 +358,63 @@ class Catalog:
         """Evict until a slot of a size is free; None when nothing may go.
 
         The coldest of two candidates goes: the chunk used longest ago among those with objects
-        of this size, or the slab of another size whose latest use is longest ago.
+        of this size, or the slab of another size with all that depends on its chunks.
         """
-        lru = self._coldest_lru(tenant, size_bytes)
-        chunk = lru.victim() if lru else None
-        slab = self._coldest_slab(tenant, size_bytes)
-        while chunk is not None or slab is not None:
-            if slab is not None and (chunk is None or slab.touched < chunk.tick):
-                for held in {s.chunk for s in slab.slots.values()}:
+        if size_bytes > self.pool.slab_bytes:
+            return None  # no eviction helps
+        slot = None
+        while slot is None:
+            leaf = self._coldest_leaf(tenant, size_bytes)
+            cold = self._coldest_slab(tenant, size_bytes)
+            if cold is not None and (leaf is None or cold[0] < leaf.tick):
+                for held in {s.chunk for s in cold[1].slots.values()}:
                     if held is not None and held.mask:
                         self._evict_subtree(held)
-            elif chunk is not None:
-                self.evict(chunk, "capacity")
+            elif leaf is not None:
+                self.evict(leaf, "capacity")
+            else:
+                return None
             slot = self.pool.take(tenant, size_bytes, owner)
-            if slot is not None:
-                return slot
-            lru = self._coldest_lru(tenant, size_bytes)
-            chunk = lru.victim() if lru else None
-            slab = self._coldest_slab(tenant, size_bytes)
-        return None
+        return slot
 
-    def _coldest_lru(self, tenant: Tenant, size_bytes: int) -> LeafLru | None:
-        best: tuple[int, LeafLru] | None = None
+    def _coldest_leaf(self, tenant: Tenant, size_bytes: int) -> Chunk | None:
         stride = stride_of(size_bytes)
-        for (whose, strides), lru in self._lrus.items():
-            if whose == tenant and stride in strides:
-                chunk = lru.victim()
-                if chunk is not None and (best is None or chunk.tick < best[0]):
-                    best = (chunk.tick, lru)
-        return best[1] if best else None
+        leaves = [
+            leaf
+            for (whose, strides), lru in self._lrus.items()
+            if whose == tenant and stride in strides and (leaf := lru.victim())
+        ]
+        return min(leaves, key=lambda leaf: leaf.tick, default=None)
 
-    def _coldest_slab(self, tenant: Tenant, size_bytes: int) -> Slab | None:
-        """Return the coldest slab of another size that could be emptied whole."""
+    def _coldest_slab(self, tenant: Tenant, size_bytes: int) -> tuple[int, Slab] | None:
+        """Return the coldest slab of another size that could be emptied whole, with its tick."""
+        best: tuple[int, Slab] | None = None
         for slab in self.pool.others(tenant, size_bytes):
-            chunks = {slot.chunk for slot in slab.slots.values()}
-            if all(chunk is not None and self._removable(chunk) for chunk in chunks):
-                return slab
-        return None
+            if best is not None and best[0] <= slab.touched:
+                break  # the rest are no colder
+            tick = slab.touched
+            for chunk in {slot.chunk for slot in slab.slots.values()}:
+                latest = self._latest(chunk) if chunk is not None else None
+                if latest is None:
+                    break
+                tick = max(tick, latest)
+            else:
+                if best is None or tick < best[0]:
+                    best = (tick, slab)
+        return best
 
     @staticmethod
-    def _removable(top: Chunk) -> bool:
-        """Tell whether nobody holds or fills a chunk or anything below it."""
+    def _latest(top: Chunk) -> int | None:
+        """Return the last use of a chunk or anything below it; None if one is held or filled."""
+        tick = 0
         stack = [top]
         while stack:
             chunk = stack.pop()
             if chunk.pins or chunk.filling:
-                return False
+                return None
+            tick = max(tick, chunk.tick)
             stack.extend(chunk.children)
-        return True
+        return tick
 
     def _evict_subtree(self, top: Chunk) -> None:
         """Evict a removable chunk with everything that is useless without it, leaves first."""
@@ -445,7 +454,7 @@ class Catalog:
             assert (space.tenant, space.namespace, space.layout.id) == (tenant, namespace, layout)
             for key, chunk in space.chunks.items():
                 assert chunk.hash == key, "T1"
-                _check_chunk(chunk)
+                chunk.check()
                 pinned[tenant] += chunk.pinned_bytes
                 published |= {s for s in chunk.slots.values() if s.state is SlotState.PUBLISHED}
         filling = dict.fromkeys(self.pool.shares, 0)
@@ -475,27 +484,7 @@ def _fitting(chunks: Sequence[Chunk], left: int) -> int:
     return len(chunks)
 
 
-def _record(
-    index: int, group: int, slot: Slot | None, status: Status = Status.OK
-) -> PlaceRecord:
+def _record(index: int, group: int, slot: Slot | None, status: Status = Status.OK) -> PlaceRecord:
     if slot is None:
         return (index, group, status, *NOWHERE)
     return (index, group, status, slot.slab, slot.offset_bytes, slot.size_bytes, slot.generation)
-
-
-def _check_chunk(chunk: Chunk) -> None:
-    """Check one node of the tree (T1 to T3)."""
-    parent = chunk.parent
-    assert chunk.mask or chunk.filling or chunk.pins or chunk.children, "T2"
-    assert parent is None or parent.space.chunks.get(parent.hash) is parent, "T1"
-    assert parent is None or chunk in parent.children, "T1"
-    mask = filling = size_bytes = 0
-    for column, slot in chunk.slots.items():
-        assert slot.chunk is chunk, "T3"
-        assert slot.column == column, "T3"
-        assert slot.tenant == chunk.space.tenant, "T3"
-        mask |= (slot.state is SlotState.PUBLISHED) << column
-        filling += slot.state is SlotState.RESERVED
-        size_bytes += slot.size_bytes if slot.state is SlotState.PUBLISHED else 0
-    assert size_bytes == chunk.size_bytes, "T3"
-    assert (mask, filling) == (chunk.mask, chunk.filling), "T3"

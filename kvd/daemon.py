@@ -14,6 +14,7 @@ import asyncio
 import os
 import resource
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvd import __version__, log, memory, notify
@@ -27,8 +28,8 @@ from kvd.lease import LeaseBook
 from kvd.lockfile import LockFile
 from kvd.metrics import Counters
 from kvd.quota import Quota, Resource
-from kvd.stats import gather
 from kvd.statpage import StatPage
+from kvd.stats import gather
 from kvd.tiers.host import HostTier
 from kvd.tiers.slab import SlabPool
 from kvd.types import OwnerId, SlabId, Tenant
@@ -171,10 +172,8 @@ class Daemon:
     def _turn_away(self, peer: Peer, code: Refusal, text: str) -> None:
         self.counters.sessions_refused += 1
         _LOG.limited("session refused", uid=peer.uid, pid=peer.pid, why=text)
-        try:
+        with suppress(OSError):  # it left already
             peer.connection.send(wire.encode(wire.Refused(code, text)))
-        except OSError:
-            pass  # it left already
         peer.connection.close()
         os.close(peer.pidfd)
 
@@ -247,7 +246,7 @@ class Daemon:
         self.loop.remove_reader(self.listener)
         self.listener.close()
         deadline = self.loop.time() + self.config.limits.drain_s
-        while self._busy() and self.loop.time() < deadline:
+        while self._busy() and self.loop.time() < deadline:  # noqa: ASYNC110 - a drain, not a hot path
             await asyncio.sleep(0.01)
         refusal = RefusedSession(Refusal.DRAINING, "this daemon is going down")
         for session in list(self.sessions.values()):
@@ -258,8 +257,7 @@ class Daemon:
 
     def _busy(self) -> bool:
         return any(
-            self.leases.count(owner) or self.catalog.filling_count(owner)
-            for owner in self.sessions
+            self.leases.count(owner) or self.catalog.filling_count(owner) for owner in self.sessions
         )
 
 

@@ -94,7 +94,7 @@ class Slot:
         "tenant",
     )
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         generation: Generation,
@@ -227,3 +227,20 @@ class Chunk:
     def evictable(self) -> bool:
         """A leaf with objects that nobody holds or fills."""
         return bool(self.mask) and not (self.children or self.pins or self.filling)
+
+    def check(self) -> None:
+        """Recount one node of the tree (the catalog's T1 to T3)."""
+        parent = self.parent
+        assert self.mask or self.filling or self.pins or self.children, "T2"
+        assert parent is None or parent.space.chunks.get(parent.hash) is parent, "T1"
+        assert parent is None or self in parent.children, "T1"
+        mask = filling = size_bytes = 0
+        for column, slot in self.slots.items():
+            assert slot.chunk is self, "T3"
+            assert slot.column == column, "T3"
+            assert slot.tenant == self.space.tenant, "T3"
+            mask |= (slot.state is SlotState.PUBLISHED) << column
+            filling += slot.state is SlotState.RESERVED
+            size_bytes += slot.size_bytes if slot.state is SlotState.PUBLISHED else 0
+        assert size_bytes == self.size_bytes, "T3"
+        assert (mask, filling) == (self.mask, self.filling), "T3"

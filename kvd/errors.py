@@ -11,8 +11,12 @@ Everything else is a bug too and ends the daemon; nothing below `daemon.py` catc
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvd_client.errors import KvdError
-from kvd_client.wire import Refusal
+
+if TYPE_CHECKING:
+    from kvd_client.wire import Refusal
 
 
 class ConfigError(KvdError):

@@ -57,7 +57,7 @@ class Lease:
         "token",
     )
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         lease: LeaseId,
         token: bytes,

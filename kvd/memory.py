@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mmap
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MFD_NOEXEC_SEAL = 0x8

@@ -9,16 +9,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvd_client import wire
-from kvd_client.connection import Lost
 from kvd_client.errors import DaemonUnavailable, Refused
 from kvd_client.handles import Found, Lease, Reservation, Slot, Ticket
 from kvd_client.identity import Layout, Namespace, chunk_hashes
 from kvd_client.link import Link, warn
 from kvd_client.paths import default_socket
-from kvd_client.wire import Place, Status
+from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Self
 
     from kvd_client.connection import Connection
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class Client:
     """A rank's session with the daemon of this host, made again when it is lost."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         socket: str,
         *,
@@ -173,7 +172,9 @@ class Client:
     def attach(self, token: bytes) -> Lease:
         """Hold for reading, for this rank, what another session's lease holds."""
         miss = Lease(self, None)
-        ticket = self._link.begin(lambda r: wire.Attach(r, token), self._lease, miss, undo=_undo_lease)
+        ticket = self._link.begin(
+            lambda r: wire.Attach(r, token), self._lease, miss, undo=_undo_lease
+        )
         return self.wait(ticket)
 
     def _lease(self, reply: wire.AcquireReply) -> Lease:
@@ -265,7 +266,7 @@ class Client:
         self,
         reservation: Reservation,
         slots: Iterable[Slot] | None,
-        kind: type[wire.Publish] | type[wire.Abort],
+        kind: type[wire.Publish | wire.Abort],
     ) -> Ticket[list[Status]]:
         chosen = reservation.placed if slots is None else list(slots)
         generations = [s.generation for s in chosen if s.generation in reservation.open]
@@ -321,7 +322,7 @@ def _undo_slots(reply: wire.ReserveReply) -> Make | None:
     return (lambda r: wire.Abort(r, wire.pack_generations(placed))) if placed else None
 
 
-def connect(  # noqa: PLR0913
+def connect(
     socket: str | None = None,
     *,
     namespace: Namespace,

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvd_client import wire
@@ -32,7 +33,7 @@ SLAB_WAIT_S = 0.25
 """Longest wait for a slab's descriptor, once a slab and session."""
 
 
-class Lost(Exception):  # noqa: N818 - an outcome inside this package, not an error
+class Lost(Exception):
     """The session is over; never leaves this package."""
 
 
@@ -52,7 +53,7 @@ class Connection:
         self._bells_left = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._socket.setblocking(False)
+            self._socket.settimeout(0)
             self._socket.connect(path)
             self._socket.send(wire.encode(hello))
         except OSError:
@@ -223,7 +224,8 @@ class Connection:
         deadline = time.monotonic() + SLAB_WAIT_S
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        message, fds = None, []
+        message: Any = None
+        fds: list[int] = []
         while message is None:  # bells may come before the answer
             received = self._packet(1)
             if received is not None:
@@ -236,9 +238,7 @@ class Connection:
         try:
             if not isinstance(message, wire.SlabReply) or message.slab != slab or len(fds) != 1:
                 raise Lost
-            return mmap.mmap(
-                fds[0], message.slab_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-            )
+            return mmap.mmap(fds[0], message.slab_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as error:
             raise Lost from error
         finally:
@@ -251,10 +251,8 @@ class Connection:
     def close(self, *, bye: bool) -> None:
         """End the session; with `bye`, promise that no copy to or from a slot is under way."""
         if bye and self.greeted:
-            try:
+            with suppress(OSError):  # it is gone already
                 self._socket.send(wire.encode(wire.Bye()))
-            except OSError:
-                pass  # it is gone already
         self._socket.close()
         if self._bell >= 0:
             os.close(self._bell)

@@ -15,6 +15,7 @@ from kvd_client.wire import Place, Status, unpack_places
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import Self
 
     from kvd_client.client import Client
     from kvd_client.connection import Connection
@@ -89,7 +90,7 @@ class Lease:
         token: What a worker of the same tenant gives to `Client.attach`; 16 bytes.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         client: Client,
         connection: Connection | None,
@@ -153,7 +154,7 @@ class Lease:
             self._views.release()
             self._client.release(self)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         """Return the lease itself."""
         return self
 
@@ -212,7 +213,7 @@ class Reservation:
                 except BufferError:
                     continue  # a tensor over it is alive; its owner answers for it
 
-    def __enter__(self) -> Reservation:
+    def __enter__(self) -> Self:
         """Return the reservation itself."""
         return self
 

@@ -36,7 +36,7 @@ _LAYOUT = b"kvd.layout.1"
 _CHUNK = b"kvd.chunk.1"
 
 
-def _text(name: str, value: str, *, empty: bool = True) -> str:
+def _text(name: str, value: object, *, empty: bool = True) -> str:
     """Return `value` if it is printable text of bounded length; raise ValueError otherwise."""
     if not isinstance(value, str):
         msg = f"{name} must be text, not {type(value).__name__}"
@@ -50,7 +50,7 @@ def _text(name: str, value: str, *, empty: bool = True) -> str:
     return value
 
 
-def _count(name: str, value: int, low: int, high: int) -> int:
+def _count(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         msg = f"{name} must be a whole number from {low} to {high}"
         raise ValueError(msg)
@@ -86,7 +86,8 @@ class Namespace(NamedTuple):
         _text("namespace.adapter", self.adapter)
         _text("namespace.rope", self.rope)
         _text("namespace.extra", self.extra)
-        if not isinstance(self.salt, bytes):
+        salt: object = self.salt
+        if not isinstance(salt, bytes):
             msg = "namespace.salt must be bytes"
             raise ValueError(msg)  # noqa: TRY004 - one error type for a bad field
         if self.salt and not SALT_BYTES_MIN <= len(self.salt) <= SALT_BYTES_MAX:
@@ -222,7 +223,7 @@ class Layout(NamedTuple):
                 msg = f"layout.groups[{index}] must have the fields {', '.join(Group._fields)}"
                 raise ValueError(msg)
             groups.append(Group(*group))
-        return Layout(*fields[:3], tuple(groups), *fields[4:]).check()  # type: ignore[arg-type]
+        return Layout._make([*fields[:3], tuple(groups), *fields[4:]]).check()
 
 
 def _digest(domain: bytes, body: bytes) -> bytes:

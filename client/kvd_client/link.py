@@ -38,7 +38,7 @@ PENDING_MAX = 1024
 
 def warn(text: str) -> None:
     """Log a warning; logging is imported at the first one."""
-    import logging  # noqa: PLC0415 - 6 ms that most processes never need
+    import logging
 
     logging.getLogger("kvd_client").warning(text)
 
@@ -225,8 +225,14 @@ class Link:
                     self.take(bell=False)
                 elif connection.wait(deadline - time.monotonic()):
                     self.take()
-                elif not self.take() and not ticket.done:  # a last look, bell or no bell
-                    ticket.abandoned = True
-                    ticket.miss()
-                    self._stalled = True
+                else:
+                    self.take()  # a last look, bell or no bell
+                    self._abandon(ticket)
         return ticket.result
+
+    def _abandon(self, ticket: Ticket[Any]) -> None:
+        """End a ticket that is not done as a miss; its late reply is given back."""
+        if not ticket.done:
+            ticket.abandoned = True
+            ticket.miss()
+            self._stalled = True

@@ -337,7 +337,8 @@ _PACKER = msgpack.Packer(use_bin_type=True)
 
 def encode(message: tuple[Any, ...]) -> bytes:
     """Encode one of the messages above; raises KeyError for anything else."""
-    return _PACKER.pack((_CODES[type(message)], *message))
+    packed: bytes = _PACKER.pack((_CODES[type(message)], *message))
+    return packed
 
 
 def _unpack(payload: bytes) -> list[Any]:

@@ -13,6 +13,7 @@ from kvd.lease import Lease
 from kvd.quota import Resource
 from kvd.types import Generation, LeaseId, OwnerId, Tenant
 from kvd_client import wire
+from kvd_client.errors import WireError
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ class Caller:
 class Dispatcher:
     """Answers requests from the catalog and the lease book."""
 
-    def __init__(
-        self, catalog: Catalog, leases: LeaseBook, limits: Limits, clock: Clock
-    ) -> None:
+    def __init__(self, catalog: Catalog, leases: LeaseBook, limits: Limits, clock: Clock) -> None:
         """Share the loop's state; owns none of it."""
         self._catalog = catalog
         self._leases = leases
@@ -114,7 +113,7 @@ class Dispatcher:
             return Status.OVER_QUOTA
         return Status.OK
 
-    def _grant(  # noqa: PLR0913
+    def _grant(
         self,
         caller: Caller,
         request: int,
@@ -180,7 +179,7 @@ class Dispatcher:
         groups = range(len(caller.space.layout.groups))
         chosen = [group for group in groups if ask.groups >> group & 1]
         if len(hashes) * len(chosen) > wire.HASHES_MAX or ask.groups >> len(groups):
-            raise wire.WireError("Reserve.groups", "must name groups of the layout, few enough")
+            raise WireError("Reserve.groups", "must name groups of the layout, few enough")
         if self.draining:
             refused = [
                 (index, group, Status.DRAINING, *wire.NOWHERE)

@@ -38,7 +38,7 @@ class Listener:
         """
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.setblocking(False)
+        self._socket.settimeout(0)
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)  # noqa: PTH103, PTH120
             self._clear(path)
@@ -61,7 +61,7 @@ class Listener:
         """Remove a socket nobody listens at."""
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         with probe:
-            probe.setblocking(False)
+            probe.settimeout(0)
             try:
                 probe.connect(path)
             except FileNotFoundError:
@@ -71,9 +71,7 @@ class Listener:
                 return
             except BlockingIOError:
                 pass  # a full backlog: somebody is there
-            credentials = probe.getsockopt(
-                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-            )
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, _, _ = _CREDENTIALS.unpack(credentials)
         msg = f"process {pid} already listens at {path}: stop it or name another with --socket"
         raise StartError(msg)
@@ -89,7 +87,7 @@ class Listener:
                 connection, _ = self._socket.accept()
             except OSError:
                 return  # none waits, or it left already, or no descriptors: later
-            connection.setblocking(False)
+            connection.settimeout(0)
             try:
                 yield _peer_of(connection)
             except OSError:
@@ -100,10 +98,8 @@ class Listener:
         if self._socket.fileno() < 0:
             return
         self._socket.close()
-        try:
+        with suppress(OSError):  # somebody removed it already
             os.unlink(self.path)  # noqa: PTH108
-        except OSError:
-            pass  # somebody removed it already
 
 
 def _peer_of(connection: socket.socket) -> Peer:

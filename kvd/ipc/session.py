@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvd import log
@@ -79,7 +80,7 @@ def process_gone(pidfd: int) -> bool:
 class Session:
     """A client's session; made at accept, ended by `close`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         host: Host,
         owner: OwnerId,
@@ -228,10 +229,8 @@ class Session:
     # ---------------------------------------------------------------- the rings
 
     def _on_bell(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # the client took it back
             os.preadv(self._bell, [self._eight], -1, os.RWF_NOWAIT)
-        except BlockingIOError:
-            pass  # the client took it back
         if self._again is None:
             self._serve()
 
@@ -261,10 +260,8 @@ class Session:
             self.close("broken protocol", refusal=refusal)
             return
         if answered:
-            try:
+            with suppress(OSError):  # bells enough to wake it, or it left: its last packet is next
                 self._socket.send(wire.BELL, socket.MSG_DONTWAIT)
-            except OSError:
-                pass  # bells enough to wake it, or it left: then its last packet is read next
 
     # ---------------------------------------------------------------- the end
 
@@ -275,9 +272,7 @@ class Session:
     def _on_death(self) -> None:
         self.close("process gone")
 
-    def close(
-        self, why: str, *, bye: bool = False, refusal: RefusedSession | None = None
-    ) -> None:
+    def close(self, why: str, *, bye: bool = False, refusal: RefusedSession | None = None) -> None:
         """End the session. Idempotent; the single way out.
 
         Args:
@@ -299,11 +294,9 @@ class Session:
             loop.remove_reader(self._bell)
             os.close(self._bell)
         if refusal is not None:
-            try:
-                packet = wire.encode(wire.Refused(refusal.code, str(refusal)[:2048]))
+            packet = wire.encode(wire.Refused(refusal.code, str(refusal)[:2048]))
+            with suppress(OSError):  # it is not listening; the counters tell
                 self._socket.send(packet, socket.MSG_DONTWAIT)
-            except OSError:
-                pass  # it is not listening; the counters tell
         self._socket.close()
         if self._memory is not None:
             self._requests.close()

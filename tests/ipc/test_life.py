@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from bench._daemon import DaemonProcess
 
+
 def test_what_one_client_publishes_another_reads(connect: Callable[..., kvd_client.Client]) -> None:
     """Published bytes come back exactly, to another session, for the whole prefix."""
     writer, reader = connect(), connect()

@@ -151,9 +151,7 @@ class Model:
         """Paths that must be in the tree: what has objects, writers or pins, and all above."""
         alive = {key.path for key in self.published if key.world == world}
         alive |= {
-            f.key.path
-            for f in self.filling.values()
-            if f.key.world == world and not f.quarantined
+            f.key.path for f in self.filling.values() if f.key.world == world and not f.quarantined
         }
         alive |= {path for held, path in self.pins if held == world}
         return {path[:depth] for path in alive for depth in range(1, len(path) + 1)}

@@ -159,7 +159,9 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog.abandon(OwnerId(owner), dead=dead)
         for number, hold in list(self.model.holds.items()):
             if hold.owner == owner:
-                self.drop(number) if dead or not hold.reading else self.expire(hold)
+                hold.active = False
+                if dead or not hold.reading:
+                    self.drop(number)
         for generation, filling in list(self.model.filling.items()):
             if filling.owner == owner:
                 filling.quarantined = True
@@ -175,21 +177,24 @@ class CatalogMachine(RuleBasedStateMachine):
         hold = self.model.holds.pop(number)
         self.model.unpin(hold.world, hold.paths)
 
-    @staticmethod
-    def expire(hold: Hold) -> None:
-        """A lease of the model loses its token."""
-        hold.active = False
-
     # ---------------------------------------------------------------- storing
 
     @rule(pick=picks, path=paths, depth=st.integers(0, DEPTH), groups=st.integers(0, 7), ttl=times)
     def reserve(self, pick: int, path: Path, depth: int, groups: int, ttl: int) -> None:
         """Slots are granted, or refused for a reason the model knows."""
         owner, member = self.member(pick)
-        self.store(owner, member, path, min(depth, len(path)), groups, self.now + ttl)
+        self.store(owner, member, path, min(depth, len(path)), groups, deadline=self.now + ttl)
 
-    def store(  # noqa: PLR0913
-        self, owner: int, member: Member, path: Path, depth: int, groups: int, deadline: int
+    @rule(pick=picks, path=paths, groups=st.integers(1, 3), ttl=leases)
+    def reserve_next(self, pick: int, path: Path, groups: int, ttl: int) -> None:
+        """The same for the part of a chain that is not there yet, or its last chunk."""
+        owner, member = self.member(pick)
+        nodes = self.model.nodes(member.world)
+        depth = next(d for d in range(len(path) - 1, -1, -1) if not d or path[:d] in nodes)
+        self.store(owner, member, path, depth, groups, deadline=self.now + ttl)
+
+    def store(
+        self, owner: int, member: Member, path: Path, depth: int, groups: int, *, deadline: int
     ) -> list[int]:
         """Reserve the chunks of a path below `depth`; return what was granted."""
         model, world, layout = self.model, member.world, LAYOUTS[member.world.layout]
@@ -255,7 +260,7 @@ class CatalogMachine(RuleBasedStateMachine):
             owner, member = list(self.members.items())[-1]
             for depth in range(len(path)):
                 part = path[: depth + 1]
-                for generation in self.store(owner, member, part, depth, 3, self.now):
+                for generation in self.store(owner, member, part, depth, 3, deadline=self.now):
                     self.finish(generation)
 
     def pick_filling(self, pick: int) -> int:
@@ -265,10 +270,14 @@ class CatalogMachine(RuleBasedStateMachine):
         return found[pick % len(found)]
 
     @precondition(lambda self: self.model.filling)
-    @rule(pick=picks)
-    def publish(self, pick: int) -> None:
-        """A filled slot in time is findable from now on; a late one is free and never findable."""
-        self.finish(self.pick_filling(pick))
+    @rule(pick=picks, some=st.booleans())
+    def publish(self, pick: int, some: bool) -> None:  # noqa: FBT001 - drawn
+        """Slots filled in time are findable from now on; late ones are free, never findable."""
+        first = self.pick_filling(pick)
+        owner = self.model.filling[first].owner
+        owned = [g for g, filling in self.model.filling.items() if filling.owner == owner]
+        for generation in [first] if some else owned:
+            self.finish(generation)
 
     def finish(self, generation: int) -> None:
         """Write and publish one slot."""
@@ -303,7 +312,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- time
 
-    @rule(by=times, swept=st.booleans())
+    @rule(by=leases, swept=st.booleans())
     def advance(self, by: int, swept: bool) -> None:  # noqa: FBT001 - drawn
         """Time passes; the sweep, now or later, quarantines and ends what is over."""
         self.now += by
@@ -316,7 +325,9 @@ class CatalogMachine(RuleBasedStateMachine):
             filling.quarantined |= self.now > filling.deadline
         for number, hold in list(self.model.holds.items()):
             if self.now >= hold.deadline:
-                self.expire(hold) if hold.reading else self.drop(number)
+                hold.active = False
+                if not hold.reading:
+                    self.drop(number)
 
     # ---------------------------------------------------------------- reading
 
@@ -341,7 +352,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.join(world.tenant, world.layout, which)
         self.acquire_by(*list(self.members.items())[-1], path, first, ttl, reading=reading)
 
-    def acquire_by(  # noqa: PLR0913
+    def acquire_by(
         self, owner: int, member: Member, path: Path, first: int, ttl: int, *, reading: bool
     ) -> None:
         """Hold a chain and make its lease; what is held is what the model allows."""
@@ -353,7 +364,7 @@ class CatalogMachine(RuleBasedStateMachine):
         if chunks:
             self.add(owner, member, chunks, first, reading=reading, deadline=self.now + ttl)
 
-    def add(  # noqa: PLR0913
+    def add(
         self,
         owner: int,
         member: Member,

@@ -45,9 +45,7 @@ class Side:
     def __init__(self, memory: mmap, ring_bytes: int, *, completion: bool = False) -> None:
         """Start empty."""
         self.producer = Producer(memory, ring_bytes, completion=completion)
-        self.consumer = Consumer(
-            memory, ring_bytes, completion=completion, message_bytes_max=LIMIT
-        )
+        self.consumer = Consumer(memory, ring_bytes, completion=completion, message_bytes_max=LIMIT)
         self.sent: deque[bytes] = deque()
         self.start = HEADER_BYTES + completion * ring_bytes
         self.stop = self.start + ring_bytes

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture(autouse=True)
+def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of this host plays a part."""
+    monkeypatch.delenv("KVD_CONFIG", raising=False)
+    monkeypatch.setattr(config, "SYSTEM_FILE", "/nowhere/kvd.toml")
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[str]:
     """The socket of a daemon whose page was just written."""
@@ -130,7 +137,7 @@ def test_user_errors_are_one_line(
         raise StartError("another daemon is here; stop it first")
 
     monkeypatch.setattr(sys.modules["kvd.daemon"], "run", refuse)
-    assert cli.main(["serve", "--socket", "/tmp/s"]) == 2
+    assert cli.main(["serve", "--host-bytes", "8MiB", "--socket", "/tmp/s"]) == 2
     assert capsys.readouterr().err == "kvd: error: another daemon is here; stop it first\n"
 
 
@@ -144,7 +151,7 @@ def test_bugs_keep_their_traceback(
 
     monkeypatch.setattr(sys.modules["kvd.daemon"], "run", fail)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["serve", "--socket", "/tmp/s"])
+        cli.main(["serve", "--host-bytes", "8MiB", "--socket", "/tmp/s"])
 
 
 def test_demo_gets_its_own_options(
@@ -221,7 +228,7 @@ def test_interrupted_watch_is_quiet(page: str) -> None:
 def test_optimised_python_is_refused(tmp_path: Path) -> None:
     """A daemon whose assertions are switched off does not start."""
     done = subprocess.run(
-        [sys.executable, "-O", "-m", "kvd", "serve", "--socket", str(tmp_path / "s")],
+        [sys.executable, "-O", "-m", "kvd", "serve", "--host-bytes=8MiB", f"--socket={tmp_path}/s"],
         capture_output=True,
         text=True,
         timeout=15,

@@ -16,7 +16,7 @@ from kvd_client.identity import Group, Layout
 LAYOUT: Final = Layout(4, 4, "float16", (Group("full", 1, 1, 8, 100),), tp=2)
 
 
-def slot_of(state: SlotState = SlotState.FREE, size: int = 100) -> Slot:
+def slot_of(state: SlotState) -> Slot:
     """Make a slot in a state."""
     slot = Slot(
         generation=Generation(7),
@@ -24,7 +24,7 @@ def slot_of(state: SlotState = SlotState.FREE, size: int = 100) -> Slot:
         slab=SlabId(0),
         index=0,
         offset_bytes=0,
-        size_bytes=size,
+        size_bytes=100,
         owner=OwnerId(1),
     )
     slot.state = state
@@ -105,13 +105,6 @@ def test_what_may_be_evicted(change: dict[str, int], evictable: bool) -> None:  
     assert not chunk.evictable
 
 
-def test_size_counts_what_is_published() -> None:
-    """Reserved objects are not part of a chunk's bytes."""
-    chunk = Chunk(b"h" * 32, space_of(), None)
-    chunk.slots = {0: slot_of(SlotState.PUBLISHED, 70), 1: slot_of(SlotState.RESERVED, 900)}
-    assert chunk.size_bytes == 70
-
-
 @pytest.mark.parametrize(
     ("kinds", "prefix_only"),
     [
@@ -123,9 +116,7 @@ def test_size_counts_what_is_published() -> None:
 )
 def test_which_spaces_end_at_the_first_hole(kinds: tuple[str, ...], prefix_only: bool) -> None:  # noqa: FBT001
     """Only full attention and MLA do; windows and states may be legal after a hole."""
-    groups = tuple(
-        Group(kind, 1, 1, 8, 100, 8 if kind == "sliding" else 0) for kind in kinds
-    )
+    groups = tuple(Group(kind, 1, 1, 8, 100, 8 if kind == "sliding" else 0) for kind in kinds)
     space = space_of(Layout(4, 4, "float16", groups, tp=3))
     assert space.prefix_only == prefix_only
     assert space.full_mask.bit_count() == space.layout.columns

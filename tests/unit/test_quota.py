@@ -21,9 +21,7 @@ LIMITS: Final = {
 
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from([A, B]), st.sampled_from(list(Resource)), st.integers(-12, 12)
-        ),
+        st.tuples(st.sampled_from([A, B]), st.sampled_from(list(Resource)), st.integers(-12, 12)),
         max_size=40,
     )
 )

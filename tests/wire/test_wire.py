@@ -36,8 +36,10 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
         "9701"  # array of 7, opcode
         "01"  # protocol
         "a4766c6c6d"  # client
-        "c420" + "11" * 32 +  # namespace
-        "a36d4031"  # label
+        "c420"
+        + "11"
+        * 32  # namespace
+        + "a36d4031"  # label
         "971008a862666c6f61743136"  # layout: chunk, page, dtype
         "9196a466756c6c020440cd100000"  # one group
         "0201a56c2c6b2f31"  # tp, pp, order
@@ -48,13 +50,17 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
     (
         "TO_CLIENT",
         wire.Welcome(1, 2**60, 3, 4096, 1 << 26, 500),
-        "97" "01" "01" "cf1000000000000000" "03" "cd1000" "ce04000000" "cd01f4",
+        "970101cf100000000000000003cd1000ce04000000cd01f4",
     ),
     ("TO_CLIENT", wire.SlabReply(7, 1 << 26), "930207ce04000000"),
     ("TO_CLIENT", wire.Refused(3, "too big"), "930303a7746f6f20626967"),
     ("REQUESTS", wire.Ping(2**64 - 1), "9201cfffffffffffffffff"),
     ("REQUESTS", wire.Lookup(5, b"\x22" * 32), "930205c420" + "22" * 32),
-    ("REQUESTS", wire.Acquire(5, b"\x22" * 32, 0, 1000, 1), "960305c420" + "22" * 32 + "00cd03e801"),
+    (
+        "REQUESTS",
+        wire.Acquire(5, b"\x22" * 32, 0, 1000, 1),
+        "960305c420" + "22" * 32 + "00cd03e801",
+    ),
     ("REQUESTS", wire.Attach(6, b"\x33" * 16), "930406c410" + "33" * 16),
     ("REQUESTS", wire.Release(6, 9), "93050609"),
     (
@@ -62,23 +68,38 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
         wire.Reserve(8, b"\x44" * 32, b"\x55" * 32, 3, 250),
         "960608c420" + "44" * 32 + "c420" + "55" * 32 + "03ccfa",
     ),
-    ("REQUESTS", wire.Publish(8, wire.pack_generations([1, 2**40])), "930708c410"
-     "0100000000000000" "0000000000010000"),
+    (
+        "REQUESTS",
+        wire.Publish(8, wire.pack_generations([1, 2**40])),
+        "930708c41001000000000000000000000000010000",
+    ),
     ("REQUESTS", wire.Abort(8, wire.pack_generations([1])), "930808c4080100000000000000"),
     ("REPLIES", wire.Pong(1), "920101"),
     ("REPLIES", wire.LookupReply(5, 12), "9302050c"),
     (
         "REPLIES",
         wire.AcquireReply(5, 0, 9, b"\x33" * 16, 2, 3, wire.pack_places([PLACE])),
-        "98" "03" "05" "00" "09" "c410" + "33" * 16 + "02" "03" "c424"
-        "01000000" "0200" "0000" "03000000"
-        "0020000000000000" "0010000000000000" "4d00000000000000",
+        "98"
+        "03"
+        "05"
+        "00"
+        "09"
+        "c410" + "33" * 16 + "02"
+        "03"
+        "c424"
+        "01000000"
+        "0200"
+        "0000"
+        "03000000"
+        "0020000000000000"
+        "0010000000000000"
+        "4d00000000000000",
     ),
     ("REPLIES", wire.ReleaseReply(6, 5), "93050605"),
     (
         "REPLIES",
         wire.ReserveReply(8, wire.pack_places([(0, 0, 2, *wire.NOWHERE)])),
-        "930608c424" "00000000" "0000" "0200" + "00" * 28,
+        "930608c4240000000000000200" + "00" * 28,
     ),
     ("REPLIES", wire.ResultsReply(8, b"\x00\x04"), "930708c4020004"),
 ]
@@ -177,9 +198,7 @@ def accepted_or_refused(payload: bytes, table: wire.Table) -> None:
 
 def test_every_message_is_sampled() -> None:
     """Each opcode of each table has golden bytes and rules in this file."""
-    tabled = {
-        (name, kind.__name__) for name, table in TABLES.items() for kind, _ in table.values()
-    }
+    tabled = {(name, kind.__name__) for name, table in TABLES.items() for kind, _ in table.values()}
     assert {(name, type(message).__name__) for name, message, _ in SAMPLES} == tabled
     assert {kind for _, kind in tabled} == set(KINDS)
     assert all(len(kinds(message)) == len(message) for _, message, _ in SAMPLES)
@@ -308,6 +327,15 @@ def test_only_the_protocol_s_messages_are_encoded() -> None:
     for other in ((1, 2), wire.Place(*PLACE)):
         with pytest.raises(KeyError):
             wire.encode(other)
+
+
+@pytest.mark.parametrize("bad", [2**64, -(2**63) - 1, object(), "\ud800", {1j}])
+def test_what_cannot_be_encoded_leaves_no_trace(bad: Any) -> None:
+    """After a message that msgpack refuses half-way, the next one has its own bytes only."""
+    with pytest.raises((OverflowError, TypeError, ValueError)):
+        wire.encode(wire.Lookup(1, bad))
+    for _, message, golden in SAMPLES:
+        assert wire.encode(message).hex() == golden
 
 
 @settings(max_examples=5 * settings().max_examples)

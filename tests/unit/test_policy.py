@@ -1,0 +1,111 @@
+"""Leaf-first LRU against a naive one: a list that is searched each time."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.entry import Chunk, Space
+from kvd.identity import rules_of
+from kvd.policy import LeafLru
+from kvd.types import Tenant
+from kvd_client.identity import Group, Layout
+
+LAYOUT: Final = Layout(4, 4, "float16", (Group("full", 1, 1, 8, 100),))
+SPACE: Final = Space(Tenant("a"), b"n" * 32, "label", LAYOUT, rules_of(LAYOUT))
+
+
+def chunk_of(tick: int, *, mask: int = 1) -> Chunk:
+    """Make a chunk of its own."""
+    chunk = Chunk(b"h" * 32, SPACE, None)
+    chunk.tick, chunk.mask = tick, mask
+    return chunk
+
+
+def test_an_empty_list_has_no_victim() -> None:
+    """Nothing offered, nothing to evict."""
+    assert LeafLru().victim() is None
+
+
+def test_a_victim_stays_until_it_is_evicted() -> None:
+    """Asking twice names the same chunk: the caller evicts, not the policy."""
+    lru = LeafLru()
+    lru.offer(chunk := chunk_of(1))
+    assert lru.victim() is chunk
+    assert lru.victim() is chunk
+
+
+@pytest.mark.parametrize("change", ["pins", "filling", "children", "mask", "tick"])
+def test_a_stale_entry_is_skipped(change: str) -> None:
+    """A chunk that was used, held, filled, built upon or dropped since is no victim."""
+    lru = LeafLru()
+    old, new = chunk_of(1), chunk_of(2)
+    lru.offer(old)
+    lru.offer(new)
+    match change:
+        case "children":
+            old.children.add(chunk_of(3))
+        case "mask":
+            old.mask = 0
+        case "tick":
+            old.tick = 3
+        case _:
+            setattr(old, change, 1)
+    assert lru.victim() is new
+
+
+def test_what_is_not_evictable_is_not_offered() -> None:
+    """Offering a chunk that may not go is a bug that is seen (P1)."""
+    with pytest.raises(AssertionError):
+        LeafLru().offer(chunk_of(1, mask=0))
+
+
+ACTIONS: Final = st.lists(
+    st.tuples(st.sampled_from(["use", "pin", "unpin", "drop", "come", "twice"]), st.integers(0, 7)),
+    max_size=80,
+)
+
+
+@given(ACTIONS, st.sampled_from([0, 3, LeafLru.SLACK]))
+def test_the_order_is_that_of_a_naive_lru(actions: list[tuple[str, int]], slack: int) -> None:
+    """The victim is the evictable chunk used longest ago, however often entries are cleaned up."""
+    lru = LeafLru()
+    lru.SLACK = lru._bound = slack  # type: ignore[misc]
+    chunks = [chunk_of(0, mask=0) for _ in range(8)]
+    for now, (action, which) in enumerate(actions, 1):
+        chunk = chunks[which]
+        match action:
+            case "use" | "come":
+                chunk.mask |= action == "come"
+                chunk.tick = now
+            case "pin":
+                chunk.pins = 1
+            case "unpin":
+                chunk.pins = 0
+            case "drop":
+                chunk.mask = chunk.pins = 0
+            case _:
+                pass  # offered again, as it is
+        if chunk.evictable:
+            lru.offer(chunk)
+        evictable = [chunk for chunk in chunks if chunk.evictable]
+        expected = min(evictable, key=lambda chunk: chunk.tick, default=None)
+        assert lru.victim() is expected
+        assert len(lru._heap) <= 2 * 8 + slack + 1
+
+
+def test_a_chunk_used_again_and_again_leaves_no_trail() -> None:
+    """Stale entries are bounded, and cleaning up keeps every live one."""
+    lru = LeafLru()
+    still, busy = chunk_of(0), chunk_of(0)
+    lru.offer(still)
+    for tick in range(1, 5 * LeafLru.SLACK):
+        busy.tick = tick
+        lru.offer(busy)
+        assert len(lru._heap) <= LeafLru.SLACK + 5
+    assert lru.victim() is still
+    still.mask = 0
+    assert lru.victim() is busy
