@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.errors import StartError

@@ -265,10 +265,11 @@ class HostileConsumer(RuleBasedStateMachine):
         assert seen == b"\xa5" * len(seen)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("machine", [RingPair, HostileProducer, HostileConsumer])
 def test_ring(machine: type[RuleBasedStateMachine]) -> None:
     """The ends behave as a bounded deque; a hostile other end gets RingError and no more."""
-    run_state_machine_as_test(machine)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine)
 
 
 def forge(length: int, sequence: int, body: bytes) -> bytes:

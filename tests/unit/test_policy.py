@@ -73,7 +73,7 @@ ACTIONS: Final = st.lists(
 def test_the_order_is_that_of_a_naive_lru(actions: list[tuple[str, int]], slack: int) -> None:
     """The victim is the evictable chunk used longest ago, however often entries are cleaned up."""
     lru = LeafLru()
-    lru.SLACK = lru._bound = slack  # type: ignore[misc]
+    lru.SLACK = lru._bound = slack
     chunks = [chunk_of(0, mask=0) for _ in range(8)]
     for now, (action, which) in enumerate(actions, 1):
         chunk = chunks[which]
