@@ -3,10 +3,11 @@
 One prefix tree a space. The loop is the only caller, so nothing here locks, waits or does I/O;
 time arrives as an argument.
 
-Invariants (C2, C3 and C8 are STYLE's; the tree's are T1 to T3):
+Invariants:
 
 C2. A chunk with a pin or a reserved slot is never evicted.
 C3. Charges equal what is held: pinned bytes, reserved and quarantined bytes, a tenant each.
+C8. Every reserved or quarantined slot has an owner, and an owner that is gone has none.
 T1. Every chunk's parent is in the tree, and knows it as a child.
 T2. A chunk without objects, reservations, pins and children is not in the tree.
 T3. A chunk's mask names exactly its published slots, each of the space's tenant.

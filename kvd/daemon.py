@@ -3,7 +3,9 @@
 One thread runs the loop and is the only one that touches catalog, leases, quotas and sessions.
 The fault threads make memory and report through `call_soon_threadsafe`.
 
-Start: lock the state, begin to fault memory in, page, socket, first slab, READY.
+Start: lock the state, socket, begin to fault memory in, page, first slab (all of them where locking
+or huge pages are required), READY. A bug anywhere on the loop ends the daemon: better a restart
+than a catalog that nobody can trust.
 Drain: no new sessions; reserves and acquires refused; readers and writers get `drain_s` to end;
 sessions closed with the reason; page and socket removed; memory and lock let go.
 """
@@ -15,7 +17,7 @@ import os
 import resource
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvd import __version__, log, memory, notify
 from kvd.catalog import Catalog
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 _LOG = log.get("daemon")
 TICK_S = 0.2
 """Between two sweeps of deadlines, and two statistics pages."""
-FIRST_SLAB_S = 30.0
-"""How long the first slab may take."""
+SLAB_S = 30.0
+"""How long the next slab may take while the start waits for memory."""
 
 
 class Daemon:
@@ -70,13 +72,14 @@ class Daemon:
         self.leases = LeaseBook()
         self.dispatcher = Dispatcher(self.catalog, self.leases, config.limits, self.clock)
         self.sessions: dict[OwnerId, Session] = {}
-        self.orphans: dict[OwnerId, int] = {}
+        self.orphans: dict[OwnerId, tuple[int, Tenant]] = {}
         self.notes: list[str] = []
         self.started_ns = self.clock.now_ns()
         self.loop_lag_ms = 0.0
         self._next_owner = 0
         self._stop = asyncio.Event()
-        self._first_slab = asyncio.Event()
+        self._memory_changed = asyncio.Event()
+        self._bug: BaseException | None = None
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
 
     def _limits(self, slabs: int) -> dict[Resource, int]:
@@ -96,7 +99,7 @@ class Daemon:
 
     def _add_slab(self, slab: SlabId) -> None:
         self.pool.add_blank(slab)
-        self._first_slab.set()
+        self._memory_changed.set()
 
     def _note(self, text: str) -> None:
         self.loop.call_soon_threadsafe(self._add_note, text)
@@ -104,7 +107,8 @@ class Daemon:
     def _add_note(self, text: str) -> None:
         _LOG.warning("host tier", note=text)
         self.notes.append(text)
-        self._first_slab.set()
+        if self.tier.failed:
+            self._memory_changed.set()
 
     # ---------------------------------------------------------------- for the sessions
 
@@ -121,20 +125,25 @@ class Daemon:
             return None
         return self.tier.fd(SlabId(slab))
 
-    def gone(self, session: Session, *, orphaned: bool) -> None:
+    def gone(self, session: Session, *, orphaned: bool, refusal: RefusedSession | None) -> None:
         """Account for a closed session; wait for its process if it may still touch slots."""
         del self.sessions[session.owner]
-        self.quota.discharge(session.tenant, Resource.SESSIONS, 1)
+        if refusal is not None and session.caller is None:
+            self.counters.sessions_refused += 1
+        elif refusal is not None and refusal.code in {Refusal.MALFORMED, Refusal.PROTOCOL}:
+            self.counters.sessions_ended_badly += 1
         if session.caller is not None:
             self.catalog.leave(session.caller.space)
         if orphaned:
-            self.orphans[session.owner] = session.pidfd
+            self.orphans[session.owner] = (session.pidfd, session.tenant)  # still charged
             self.loop.add_reader(session.pidfd, self._orphan_died, session.owner)
         else:
+            self.quota.discharge(session.tenant, Resource.SESSIONS, 1)
             os.close(session.pidfd)
 
     def _orphan_died(self, owner: OwnerId) -> None:
-        pidfd = self.orphans.pop(owner)
+        pidfd, tenant = self.orphans.pop(owner)
+        self.quota.discharge(tenant, Resource.SESSIONS, 1)
         self.loop.remove_reader(pidfd)
         os.close(pidfd)
         stays = self.dispatcher.part(owner, dead=True)
@@ -200,6 +209,7 @@ class Daemon:
         self.tier.start()
         page = StatPage.create(stat_page_name(self.config.socket))
         try:
+            self.loop.set_exception_handler(self._on_bug)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self.loop.add_signal_handler(number, self._stop.set)
             await self._wait_for_memory()
@@ -210,20 +220,33 @@ class Daemon:
             async with asyncio.TaskGroup() as group:
                 ticker = group.create_task(self._tick(page))
                 await self._stop.wait()
+                if self._bug is not None:
+                    raise self._bug
                 await self._drain()
                 ticker.cancel()
         finally:
             page.close()
 
+    def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the daemon for an exception that nothing caught."""
+        loop.default_exception_handler(context)
+        self._bug = context.get("exception") or RuntimeError(context["message"])
+        self._stop.set()
+
     async def _wait_for_memory(self) -> None:
-        try:
-            async with asyncio.timeout(FIRST_SLAB_S):
-                await self._first_slab.wait()
-        except TimeoutError as error:
-            msg = f"no memory for one slab of {self.slab_bytes} bytes within {FIRST_SLAB_S:.0f} s"
-            raise StartError(msg) from error
-        if not self.pool.blank_count() and self.tier.failed:
-            raise StartError("; ".join(self.notes))
+        host = self.config.host
+        required = "require" in {host.lock, host.huge_pages}
+        need = host.slab_count if required else 1
+        while self.pool.blank_count() < need and not (self.tier.failed and required):
+            self._memory_changed.clear()
+            try:
+                async with asyncio.timeout(SLAB_S):
+                    await self._memory_changed.wait()
+            except TimeoutError as error:
+                msg = f"no memory for a slab of {self.slab_bytes} bytes within {SLAB_S:.0f} s"
+                raise StartError(msg) from error
+            if self.tier.failed and (required or not self.pool.blank_count()):
+                raise StartError("; ".join(self.notes))
 
     async def _tick(self, page: StatPage) -> None:
         """Let time pass: deadlines, page, watchdog. Fed by the loop, so that a stuck one shows."""
@@ -251,8 +274,10 @@ class Daemon:
         refusal = RefusedSession(Refusal.DRAINING, "this daemon is going down")
         for session in list(self.sessions.values()):
             session.close("drained", refusal=refusal)
-        for owner in list(self.orphans):
-            os.close(self.orphans.pop(owner))
+        for owner, (pidfd, _) in list(self.orphans.items()):
+            del self.orphans[owner]
+            self.loop.remove_reader(pidfd)
+            os.close(pidfd)
         _LOG.info("drained", version=__version__)
 
     def _busy(self) -> bool:

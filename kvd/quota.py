@@ -1,7 +1,7 @@
 """Who is using how much: charges a tenant and resource, checked before they are made. Pure.
 
 Q1. No charge goes below zero or over its limit; a refused charge changes nothing.
-Q2. A tenant whose owners are all gone is charged nothing but its published bytes.
+Q2. A tenant whose owners are all gone is charged nothing.
 """
 
 from __future__ import annotations

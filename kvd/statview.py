@@ -249,8 +249,9 @@ def _getters(values: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[st
 
 
 def _number(values: dict[str, Any], name: str) -> float:
+    """Return a number to count or compute with: none of them can be below 0 or beyond 64 bits."""
     value = values.get(name)
-    return value if isinstance(value, int | float) else 0
+    return value if isinstance(value, int | float) and 0 <= value < 1 << 64 else 0
 
 
 def _id(values: dict[str, Any], name: str) -> str:

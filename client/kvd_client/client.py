@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvd_client import wire
 from kvd_client.errors import DaemonUnavailable, Refused
 from kvd_client.handles import Found, Lease, Reservation, Slot, Ticket
-from kvd_client.identity import Layout, Namespace, chunk_hashes
+from kvd_client.identity import HASH_BYTES, Layout, Namespace, chunk_hashes
 from kvd_client.link import Link, warn
-from kvd_client.paths import default_socket
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Self
 
-    from kvd_client.connection import Connection
     from kvd_client.handles import Make, T
 
 
@@ -29,7 +27,7 @@ class Client:
 
     def __init__(
         self,
-        socket: str,
+        socket: str | None,
         *,
         namespace: Namespace,
         layout: Layout,
@@ -42,7 +40,6 @@ class Client:
         Raises:
             ValueError: A field of namespace, layout or rank is bad; the text names it.
         """
-        self.socket = socket
         self.layout = layout.check()
         self.namespace_id = namespace.id
         if not 0 <= rank < layout.ranks:
@@ -124,7 +121,7 @@ class Client:
 
     def begin_lookup(self, hashes: Sequence[bytes]) -> Ticket[Found]:
         """Begin `lookup`; wait for the ticket or poll."""
-        joined = b"".join(hashes[: wire.HASHES_MAX])
+        joined = _join(hashes)
         step = self.layout.chunk_tokens
         return self._link.begin(
             lambda r: wire.Lookup(r, joined),
@@ -144,8 +141,9 @@ class Client:
         self, hashes: Sequence[bytes], *, first: int = 0, read: bool = True, ttl_s: float = 30.0
     ) -> Ticket[Lease]:
         """Begin `acquire`; wait for the ticket or poll."""
-        joined = b"".join(hashes[: wire.HASHES_MAX])
-        ttl_ms = int(ttl_s * 1e3)
+        joined = _join(hashes)
+        _check_first(first, hashes)
+        ttl_ms = _milliseconds("ttl_s", ttl_s)
         return self._link.begin(
             lambda r: wire.Acquire(r, joined, first, ttl_ms, int(read)),
             self._lease,
@@ -172,6 +170,11 @@ class Client:
     def attach(self, token: bytes) -> Lease:
         """Hold for reading, for this rank, what another session's lease holds."""
         miss = Lease(self, None)
+        if not token:
+            return miss  # the token of a lease that holds nothing
+        if len(token) != wire.TOKEN_BYTES:
+            msg = f"token must be the {wire.TOKEN_BYTES} bytes of Lease.token"
+            raise ValueError(msg)
         ticket = self._link.begin(
             lambda r: wire.Attach(r, token), self._lease, miss, undo=_undo_lease
         )
@@ -181,7 +184,6 @@ class Client:
         connection = self._link.connection
         if reply.status != Status.OK or connection is None:
             return Lease(self, None, first=reply.first, chunks=reply.first)
-        self._map_slabs(connection, reply.objects)
         return Lease(
             self,
             connection,
@@ -190,13 +192,8 @@ class Client:
             first=reply.first,
             chunks=reply.chunks,
             objects=reply.objects,
+            slabs=connection.slabs_of(reply.objects),
         )
-
-    @staticmethod
-    def _map_slabs(connection: Connection, objects: bytes) -> None:
-        """Map every slab named by OBJECT records; raises Lost when one cannot be."""
-        for slab in wire.slabs_of(objects):
-            connection.slab(slab)
 
     def release(self, lease: Lease) -> None:
         """End a lease; see `Lease.release`."""
@@ -214,12 +211,17 @@ class Client:
         deadline_s: float = 30.0,
     ) -> Ticket[Reservation]:
         """Begin `reserve`; wait for the ticket or poll."""
-        chosen = range(len(self.layout.groups)) if groups is None else groups
-        mask = sum(1 << group for group in set(chosen))
-        most = wire.HASHES_MAX // max(1, mask.bit_count())
-        joined = b"".join(hashes[first : first + most])
+        every = range(len(self.layout.groups))
+        chosen = set(every if groups is None else groups)
+        if not chosen <= set(every):
+            msg = f"groups must be from 0 to {len(every) - 1}"
+            raise ValueError(msg)
+        _check_first(first, hashes)
+        mask = sum(1 << group for group in chosen)
+        most = wire.HASHES_MAX // max(1, len(chosen))
+        joined = _join(hashes[first : first + most])
         parent = hashes[first - 1] if first else self.namespace_id
-        deadline_ms = int(deadline_s * 1e3)
+        deadline_ms = _milliseconds("deadline_s", deadline_s)
         return self._link.begin(
             lambda r: wire.Reserve(r, parent, joined, mask, deadline_ms),
             lambda reply: self._reservation(reply, first),
@@ -257,7 +259,8 @@ class Client:
         for place in wire.unpack_places(reply.objects):
             buffer = None
             if place.status == Status.OK:
-                buffer = connection.place(place)
+                end = place.offset_bytes + place.size_bytes
+                buffer = connection.slab(place.slab)[place.offset_bytes : end]
             status = Status(place.status)
             slots.append(Slot(place.chunk + first, place.group, status, buffer, place.generation))
         return Reservation(self, connection, tuple(slots))
@@ -295,13 +298,36 @@ class Client:
             slots: Which of them; all that are still open by default.
 
         Returns:
-            One status a slot: OK, EXISTS (first writer won), EXPIRED or STALE (not published).
+            One status a slot: OK, or EXPIRED or STALE for what was not published.
         """
         return self.wait(self.begin_publish(reservation, slots))
 
     def abort(self, reservation: Reservation, slots: Iterable[Slot] | None = None) -> None:
         """Give slots back unpublished; call it when no copy into them is under way."""
         self._end_slots(reservation, slots, wire.Abort)
+
+
+def _join(hashes: Sequence[bytes]) -> bytes:
+    """Join hashes for the wire, as many as a message takes; ValueError if they are none."""
+    joined = b"".join(hashes[: wire.HASHES_MAX])
+    if len(joined) != HASH_BYTES * min(len(hashes), wire.HASHES_MAX):
+        msg = f"hashes must be {HASH_BYTES} bytes each, as from chunk_hashes"
+        raise ValueError(msg)
+    return joined
+
+
+def _check_first(first: int, hashes: Sequence[bytes]) -> None:
+    if not 0 <= first <= len(hashes):
+        msg = f"first must be from 0 to the {len(hashes)} hashes given"
+        raise ValueError(msg)
+
+
+def _milliseconds(name: str, seconds: float) -> int:
+    """Turn a time into the wire's milliseconds; the daemon shortens what is too long."""
+    if not seconds >= 0:
+        msg = f"{name} must be 0 or more seconds"
+        raise ValueError(msg)
+    return int(min(seconds, 1e6) * 1e3)
 
 
 def _status(reply: wire.ReleaseReply) -> Status:
@@ -347,11 +373,11 @@ def connect(
 
     Raises:
         ValueError: A field is bad; the text names it.
-        Refused: The daemon refuses this session; the text says what to change.
+        Refused: The daemon refuses this session until something is changed; the text says what.
         DaemonUnavailable: Nobody answers, and `required`.
     """
     client = Client(
-        socket or default_socket(),
+        socket,
         namespace=namespace,
         layout=layout,
         rank=rank,

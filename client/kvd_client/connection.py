@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _GREETING_FDS = 2
 _RECEIVE_BYTES = 4096
-SPIN_NS = 25_000 if (os.cpu_count() or 1) > 1 else 0
-"""How long to watch the ring before sleeping."""
+SPIN_NS = 25_000 if (os.cpu_count() or 1) > 1 and os.uname().machine == "x86_64" else 0
+"""How long to watch the ring before sleeping; only where stores are seen in their order."""
 BELLS_LEFT_MAX = 32
 """Most bells left in the socket by replies that were seen without them."""
 SLAB_WAIT_S = 0.25
@@ -55,7 +55,8 @@ class Connection:
         try:
             self._socket.settimeout(0)
             self._socket.connect(path)
-            self._socket.send(wire.encode(hello))
+            with suppress(BrokenPipeError, ConnectionResetError):  # turned away: `greet` hears why
+                self._socket.send(wire.encode(hello))
         except OSError:
             self._socket.close()
             raise
@@ -102,9 +103,7 @@ class Connection:
     def _packet(self, fds_max: int) -> tuple[Any, list[int]] | None:
         """Receive one packet without waiting; raises Lost at the end of the session."""
         try:
-            payload, fds, flags, _ = socket.recv_fds(
-                self._socket, wire.PACKET_BYTES_MAX, fds_max, socket.MSG_CMSG_CLOEXEC
-            )
+            payload, fds, flags, _ = self._receive_fds(fds_max)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -122,6 +121,13 @@ class Connection:
             _close_all(fds)
             raise
         return message, list(fds)
+
+    def _receive_fds(self, fds_max: int) -> tuple[bytes, list[int], int, Any]:
+        receive = socket.recv_fds, wire.PACKET_BYTES_MAX, fds_max, socket.MSG_CMSG_CLOEXEC
+        try:
+            return receive[0](self._socket, *receive[1:])
+        except ConnectionResetError:  # told once, before the last words of who closed it
+            return receive[0](self._socket, *receive[1:])
 
     def send(self, body: bytes) -> bool:
         """Put one request on the ring and ring the bell; False when the ring is full.
@@ -204,17 +210,9 @@ class Connection:
             view = self._slabs[slab] = memoryview(self._map(slab))
         return view
 
-    def place(self, place: wire.Place) -> memoryview:
-        """Return a writable view of an object's bytes.
-
-        Raises:
-            Lost: It does not lie in its slab, or as `slab`.
-        """
-        end = place.offset_bytes + place.size_bytes
-        view = self.slab(place.slab)[place.offset_bytes : end]
-        if len(view) != place.size_bytes:
-            raise Lost
-        return view
+    def slabs_of(self, objects: bytes) -> dict[int, memoryview]:
+        """Return the slabs that OBJECT records name, mapping new ones; raises as `slab`."""
+        return {slab: self.slab(slab) for slab in wire.slabs_of(objects)}
 
     def _map(self, slab: int) -> mmap.mmap:
         try:

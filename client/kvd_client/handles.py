@@ -100,6 +100,7 @@ class Lease:
         first: int = 0,
         chunks: int = 0,
         objects: bytes = b"",
+        slabs: dict[int, memoryview] | None = None,
     ) -> None:
         """Hold nothing (a miss) unless told otherwise; `objects` are OBJECT records."""
         self._client = client
@@ -109,6 +110,7 @@ class Lease:
         self.first = first
         self.chunks = chunks
         self._objects = objects
+        self._slabs = slabs or {}  # of its own: a lost session does not end the bytes
         self._table: dict[tuple[int, int], Place] | None = None
         self._views = _Views()
         self._open = True
@@ -141,11 +143,12 @@ class Lease:
             HandleClosed: The lease was released.
             KeyError: The lease does not hold that object (see `has`).
         """
-        if not self._open or self.connection is None:
+        if not self._open:
             msg = "this lease has ended: acquire again"
             raise HandleClosed(msg)
         place = self._places[chunk, group]
-        return self._views.keep(self.connection.place(place).toreadonly())
+        end = place.offset_bytes + place.size_bytes
+        return self._views.keep(self._slabs[place.slab][place.offset_bytes : end].toreadonly())
 
     def release(self) -> None:
         """End the lease. Call it when the last copy out of it has finished; twice is harmless."""

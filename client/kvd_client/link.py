@@ -18,6 +18,8 @@ from kvd_client import wire
 from kvd_client.connection import Connection, Lost
 from kvd_client.errors import DaemonUnavailable, Refused
 from kvd_client.handles import Ticket
+from kvd_client.paths import default_socket
+from kvd_client.wire import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,12 +45,28 @@ def warn(text: str) -> None:
     logging.getLogger("kvd_client").warning(text)
 
 
+def _passing(refused: Refused) -> bool:
+    """Tell whether a refusal may end by itself."""
+    try:
+        return Refusal(refused.code).passing
+    except ValueError:
+        return False
+
+
+def _complete(ticket: Ticket[Any], reply: tuple[Any, ...]) -> None:
+    """Give a ticket its reply; one that makes no sense ends the session."""
+    try:
+        ticket.complete(reply)
+    except ValueError as error:
+        raise Lost from error
+
+
 class Link:
     """The client's way to the daemon."""
 
-    def __init__(self, socket: str, hello: wire.Hello) -> None:
-        """Describe the session; it is made at the first need."""
-        self._path = socket
+    def __init__(self, socket: str | None, hello: wire.Hello) -> None:
+        """Describe the session, made at the first need; no socket means the default of the time."""
+        self._named = socket
         self._hello = hello
         self.lock = threading.RLock()
         self.connection: Connection | None = None
@@ -60,6 +78,10 @@ class Link:
         self._stalled = False
         self._closed = False
         self._refused: Refused | None = None
+
+    @property
+    def _path(self) -> str:
+        return self._named or default_socket()
 
     @property
     def session(self) -> Connection | None:
@@ -121,7 +143,7 @@ class Link:
             self.connection = None
         pause = self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, BACKOFF_S[1])
-        if refused is not None:
+        if refused is not None and not _passing(refused):
             self._refused = refused
             pause = REFUSED_S
             warn(f"kvd at {self._path} refused this session: {refused.text}")
@@ -199,7 +221,7 @@ class Link:
                     self._give_back(ticket, reply)
                 else:
                     taken.append(ticket)
-                    ticket.complete(reply)
+                    _complete(ticket, reply)
         except Refused as refused:
             self._drop(refused)
         except Lost:
@@ -214,8 +236,6 @@ class Link:
 
     def wait(self, ticket: Ticket[T], wait_s: float) -> T:
         """Wait for a ticket, at most `wait_s`; then it is a miss."""
-        if ticket.done:
-            return ticket.result
         deadline = time.monotonic() + wait_s
         with self.lock:
             while not ticket.done:

@@ -11,13 +11,14 @@ SYSTEM_SOCKET = "/run/kvd/kvd.sock"
 def default_socket() -> str:
     """Return the socket to use when none is named.
 
-    `KVD_SOCKET` decides; else the system daemon's socket when it is there; else the user's own.
+    `KVD_SOCKET` decides; else the system daemon's socket when it is there, or for root; else the
+    user's own.
     """
     named = os.environ.get("KVD_SOCKET")
     if named:
         return named
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and not os.path.exists(SYSTEM_SOCKET):  # noqa: PTH110 - pathlib costs 10 ms to import
+    if runtime and os.geteuid() and not os.path.exists(SYSTEM_SOCKET):  # noqa: PTH110 - pathlib costs 10 ms to import
         return f"{runtime}/kvd/kvd.sock"
     return SYSTEM_SOCKET
 

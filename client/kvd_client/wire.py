@@ -53,7 +53,7 @@ class Status(IntEnum):
     BUSY = 3
     """Another session is filling the same key."""
     EXPIRED = 4
-    """The deadline passed; the slot is, or was, quarantined."""
+    """The deadline passed: not published; what was written there is gone."""
     STALE = 5
     """Not a handle of this session, epoch or generation."""
     OVER_QUOTA = 6
@@ -62,6 +62,8 @@ class Status(IntEnum):
     """The daemon is going down and takes nothing in."""
     ORPHAN = 8
     """The parent chunk is not here, so that this one could never be used."""
+    MISS = 9
+    """Nothing usable to hold."""
 
 
 class Refusal(IntEnum):
@@ -74,6 +76,11 @@ class Refusal(IntEnum):
     MALFORMED = 5
     DRAINING = 6
     LATE = 7
+
+    @property
+    def passing(self) -> bool:
+        """Whether it may be otherwise in a moment, without a change of configuration."""
+        return self in {Refusal.TOO_MANY, Refusal.DRAINING, Refusal.LATE}
 
 
 class Hello(NamedTuple):

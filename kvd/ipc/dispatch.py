@@ -98,11 +98,12 @@ class Dispatcher:
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
             return _no_lease(ask.request, ask.first, refusal)
-        hashes = wire.split_hashes(ask.hashes)
+        most = wire.HASHES_MAX // len(caller.space.layout.groups)  # what one reply can tell
+        hashes = wire.split_hashes(ask.hashes)[: ask.first + most]
         chunks = self._catalog.hold(caller.space, hashes, ask.first)
         if not chunks:
             self._counters.acquires_missed += 1
-            return _no_lease(ask.request, ask.first, Status.STALE)
+            return _no_lease(ask.request, ask.first, Status.MISS)
         ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
         return self._grant(caller, ask.request, chunks, ask.first, ttl_ms, reading=bool(ask.read))
 

@@ -65,8 +65,8 @@ class Host(Protocol):
         """Return the descriptor of a tenant's slab."""
         ...
 
-    def gone(self, session: Session, *, orphaned: bool) -> None:
-        """Hear that a session has closed."""
+    def gone(self, session: Session, *, orphaned: bool, refusal: RefusedSession | None) -> None:
+        """Hear that a session has closed, and what its client was told."""
         ...
 
 
@@ -103,6 +103,7 @@ class Session:
         self._socket = connection
         self._bell = -1
         self._memory: mmap.mmap | None = None
+        self._ends: list[Consumer | Producer] = []
         self._outbox: tuple[bytes, list[int]] | None = None
         self._stall_s = STALL_S[0]
         self._again: asyncio.Handle | None = None
@@ -171,6 +172,16 @@ class Session:
         self.caller = Caller(self.owner, self.tenant, space, hello.rank)
         self.name = hello.client
         self._timer.cancel()
+        try:
+            self._make_rings()
+        except OSError as error:
+            text = f"no memory or descriptors for a session: {error.strerror}"
+            raise RefusedSession(Refusal.TOO_MANY, text) from error
+        self._host.loop.add_reader(self._bell, self._on_bell)
+        _LOG.info("session open", id=self.owner, tenant=self.tenant, pid=self.pid, name=self.name)
+
+    def _make_rings(self) -> None:
+        """Make what the welcome carries, and send it; raises OSError."""
         size = memory_bytes(wire.RING_BYTES)
         memory_fd = make_memfd("kvd-ring", size)
         try:
@@ -182,6 +193,7 @@ class Session:
                 message_bytes_max=wire.MESSAGE_BYTES_MAX,
             )
             self._completions = Producer(self._memory, wire.RING_BYTES, completion=True)
+            self._ends = [self._requests, self._completions]
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             welcome = wire.Welcome(
                 wire.PROTOCOL,
@@ -194,8 +206,6 @@ class Session:
             self._send(wire.encode(welcome), [memory_fd, self._bell])
         finally:
             os.close(memory_fd)
-        self._host.loop.add_reader(self._bell, self._on_bell)
-        _LOG.info("session open", id=self.owner, tenant=self.tenant, pid=self.pid, name=self.name)
 
     def _send_slab(self, slab: int) -> None:
         fd = self._host.slab_fd(self.tenant, slab)
@@ -298,13 +308,13 @@ class Session:
             with suppress(OSError):  # it is not listening; the counters tell
                 self._socket.send(packet, socket.MSG_DONTWAIT)
         self._socket.close()
+        for end in self._ends:
+            end.close()
         if self._memory is not None:
-            self._requests.close()
-            self._completions.close()
             self._memory.close()
         stays = False
         if self.caller is not None:
             dead = bye or process_gone(self.pidfd)
             stays = self._host.dispatcher.part(self.owner, dead=dead)
         _LOG.info("session closed", id=self.owner, why=why, error=refusal, orphaned=stays)
-        self._host.gone(self, orphaned=stays)
+        self._host.gone(self, orphaned=stays, refusal=refusal)

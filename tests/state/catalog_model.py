@@ -200,6 +200,11 @@ class Model:
             if not entry[0]:
                 del self.pins[world, path]
 
+    def drop(self, number: int) -> None:
+        """A lease ends."""
+        hold = self.holds.pop(number)
+        self.unpin(hold.world, hold.paths)
+
     def pinned_bytes(self, tenant: Tenant) -> int:
         """Bytes a tenant is charged for what it holds."""
         return sum(charge for (world, _), (_, charge) in self.pins.items() if world[0] == tenant)
@@ -213,6 +218,7 @@ class Model:
     def grant(self, owner: int, key: Key, spot: Spot, deadline: int) -> None:
         """Take in a reservation: its bytes are nobody else's and its generation is new."""
         others = [*self.published.values(), *(f.spot for f in self.filling.values())]
+        assert key not in self.published, "a slot for what is there"
         assert not [other for other in others if other.overlaps(spot)], "a place in use"
         assert spot.generation > max([*self.ended, *self.filling, 0]), "a generation used before"
         assert spot.offset % PAGE == 0

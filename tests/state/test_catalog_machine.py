@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -50,7 +51,6 @@ LIMITS: Final = {
     Resource.PINNED_BYTES: 11 * 4096,
     Resource.FILLING_BYTES: 9 * 4096,
 }
-LIMITED: Final = {Status.NO_SPACE, Status.OVER_QUOTA}
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
 picks = st.integers(0, 2**16)
@@ -161,7 +161,7 @@ class CatalogMachine(RuleBasedStateMachine):
             if hold.owner == owner:
                 hold.active = False
                 if dead or not hold.reading:
-                    self.drop(number)
+                    self.model.drop(number)
         for generation, filling in list(self.model.filling.items()):
             if filling.owner == owner:
                 filling.quarantined = True
@@ -171,11 +171,6 @@ class CatalogMachine(RuleBasedStateMachine):
             del self.members[owner]
             assert not self.catalog.filling_count(OwnerId(owner))
             assert not self.book.count(OwnerId(owner))
-
-    def drop(self, number: int) -> None:
-        """A lease of the model ends."""
-        hold = self.model.holds.pop(number)
-        self.model.unpin(hold.world, hold.paths)
 
     # ---------------------------------------------------------------- storing
 
@@ -219,27 +214,31 @@ class CatalogMachine(RuleBasedStateMachine):
         limit = Status.ORPHAN if depth and path[:depth] not in nodes else Status.OK
         limited_at = -1
         busy = {f.key for f in model.filling.values() if not f.quarantined}
-        exists = []
+        exists = set()
+        charged = model.filling_bytes(world.tenant)
         for index, group, status, *spot in records:
             column = layout.column(group, member.rank)
             key = Key(world, path[: depth + index + 1], column)
             assert (status == Status.OK) == bool(spot[3])
             if limit is not Status.OK and index != limited_at:
                 assert status == limit, "the chunks after a refused one are refused alike"
-            elif status in LIMITED:
+            elif status in {Status.NO_SPACE, Status.OVER_QUOTA}:
                 limit, limited_at = Status(status), index
+                charge = charged + layout.groups[group].object_bytes
+                assert (status == Status.OVER_QUOTA) == (charge > LIMITS[Resource.FILLING_BYTES])
             elif key in busy:
                 assert status == Status.BUSY
             elif status == Status.EXISTS:
-                exists.append(key)
+                exists.add(key)
             else:
                 assert status == Status.OK
                 granted.append((key, Spot(*spot)))
+                charged += granted[-1][1].size
         model.forget(self.left(), world.tenant)  # before the places it freed are compared
-        for key, spot in granted:
-            model.grant(owner, key, spot, deadline)
-        assert set(exists) <= model.published.keys()
-        return [spot.generation for _, spot in granted]
+        for key, place in granted:
+            model.grant(owner, key, place, deadline)
+        assert exists <= model.published.keys()
+        return [place.generation for _, place in granted]
 
     @precondition(lambda self: self.model.filling)
     @rule(pick=picks, right=st.booleans())
@@ -327,7 +326,7 @@ class CatalogMachine(RuleBasedStateMachine):
             if self.now >= hold.deadline:
                 hold.active = False
                 if not hold.reading:
-                    self.drop(number)
+                    self.model.drop(number)
 
     # ---------------------------------------------------------------- reading
 
@@ -429,7 +428,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert lease is not None
         self.book.end(lease)
         self.catalog.unpin(lease.chunks)
-        self.drop(number)
+        self.model.drop(number)
         assert self.book.of(LeaseId(number), OwnerId(owner)) is None
 
     # ---------------------------------------------------------------- pressure
@@ -495,6 +494,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert space.sessions == sessions
 
 
+@pytest.mark.timeout(120)
 def test_catalog() -> None:
     """Whatever sessions do, catalog and leases agree with the model; bytes stay what they are."""
-    run_state_machine_as_test(CatalogMachine)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(CatalogMachine)

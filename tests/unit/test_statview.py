@@ -167,6 +167,14 @@ def test_a_client_cannot_steer_the_terminal() -> None:
     assert not {"\x1b", "\x9b"}.intersection(text)
 
 
+@pytest.mark.parametrize("odd", [-1e300, -1, 1e300, float("inf"), float("nan")])
+def test_odd_numbers(odd: float) -> None:
+    """Numbers that no daemon means are shown as 0, and cost neither time nor memory."""
+    host = dict.fromkeys(STATS["host"], odd)
+    text = statview.render(snapshot({"host": host, "uptime_s": odd, "loop_lag_ms": odd}))
+    assert "[....................] 0 %, 0 B of 0 B" in text
+
+
 _ANY = st.recursive(
     st.none()
     | st.booleans()
