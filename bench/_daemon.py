@@ -48,8 +48,8 @@ class DaemonProcess:
         """The daemon's process."""
         return self.process.pid
 
-    def start(self, *, ready: bool = True) -> None:
-        """Run it, and wait until it is ready."""
+    def start(self, *, until: str | None = "whole") -> None:
+        """Run it, and wait until its log says that it is "ready", or its host tier "whole"."""
         environment = {k: v for k, v in os.environ.items() if k != "KVD_CONFIG"}
         with self.log.open("ab") as log:
             seen = log.tell()
@@ -57,8 +57,9 @@ class DaemonProcess:
                 self._command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
             )
         deadline = time.monotonic() + START_S
-        while ready:
-            if b"ready" in self.log.read_bytes()[seen:]:
+        while until is not None:
+            text = self.log.read_bytes()[seen:]
+            if b"ready" in text and until.encode() in text:
                 return
             if self.process.poll() is not None or time.monotonic() > deadline:
                 msg = f"the daemon did not start: {self.log.read_text()[-2000:]}"

@@ -4,7 +4,7 @@
 
 Replays both traces of tests/data/traces at each capacity (default: four) with each policy, and says
 for the default policy whether it reaches the floors of docs/adr/0011: a block hit ratio, and a
-share of the way from LRU to the optimum. Some 25 seconds of one core, 35 with --tiers. The exit
+share of the way from LRU to the optimum. Some 25 seconds of one idle core, 35 with --tiers. The exit
 code is 1 if a floor is missed. Nothing is random.
 """
 
@@ -81,7 +81,7 @@ def gap_closed(lru: float, policy: float, optimum: float) -> float:
 
 def measure_tiers(name: str, trace: Trace) -> list[dict[str, str | float]]:
     """Replay one trace over two tiers with each admission."""
-    rows = []
+    rows: list[dict[str, str | float]] = []
     for policy, admission, threshold in ADMISSIONS:
         lower = Tier(make(policy), LOWER)
         decides = make_admission(

@@ -79,6 +79,7 @@ class Daemon:
         self._next_owner = 0
         self._stop = asyncio.Event()
         self._memory_changed = asyncio.Event()
+        self._slabs_made = 0
         self._bug: BaseException | None = None
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
 
@@ -100,6 +101,9 @@ class Daemon:
     def _add_slab(self, slab: SlabId) -> None:
         self.pool.add_blank(slab)
         self._memory_changed.set()
+        self._slabs_made += 1
+        if self._slabs_made == self.config.host.slab_count:
+            _LOG.info("host tier whole", bytes=self.tier.ready_bytes)
 
     def _note(self, text: str) -> None:
         self.loop.call_soon_threadsafe(self._add_note, text)

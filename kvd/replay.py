@@ -138,8 +138,8 @@ def _entry(where: str, line: bytes, block_tokens: int) -> Entry:
     full, rest = divmod(input_tokens, block_tokens)
     if len(chain) not in {full, full + bool(rest)}:
         raise TraceError(
-            f"{where}: {input_tokens} input tokens are {full + bool(rest)} blocks of {block_tokens},"
-            f" but hash_ids has {len(chain)}; give the trace's own --block-tokens"
+            f"{where}: {input_tokens} input tokens make {full + bool(rest)} blocks of"
+            f" {block_tokens}, but hash_ids has {len(chain)}; give the trace's own --block-tokens"
         )
     request = Request(timestamp_ms * MS_NS, tuple(chain), output_tokens, partial=len(chain) > full)
     return Entry(request, input_tokens)
@@ -419,12 +419,12 @@ class Tiers:
         upper.store(request)
         parents = upper.parents
         while len(parents) > upper.capacity:
-            block = upper.policy.victim()
-            assert block is not None
-            above = parents[block]
-            upper.remove(block)
-            if block not in lower and self._wanted(block):
-                lower.insert(block, above, request.now_ns)
+            leaving = upper.policy.victim()
+            assert leaving is not None
+            above = parents[leaving]
+            upper.remove(leaving)
+            if leaving not in lower and self._wanted(leaving):
+                lower.insert(leaving, above, request.now_ns)
                 self.written += 1
                 for _ in lower.shrink():
                     pass

@@ -60,7 +60,7 @@ def make_admission(
     """Make the admission of a name of `ADMISSIONS` to the tier of a policy.
 
     Raises:
-        ValueError: `predicted` without a policy that predicts.
+        TypeError: `predicted` without a policy that predicts.
     """
     assert name in ADMISSIONS
     match name:
@@ -70,5 +70,5 @@ def make_admission(
             return SecondTouch(remembered)
         case _:
             if not isinstance(lower, LifeTable):
-                raise ValueError("only the policy lifetable predicts reuse")
+                raise TypeError("only a life table predicts reuse")
             return Predicted(lower, threshold)

@@ -1,4 +1,4 @@
-"""What every eviction policy is told and asked. Pure.
+r"""What every eviction policy is told and asked. Pure.
 
 A tier keeps a forest of blocks: a block is worth nothing without its parent, so only blocks
 without children in the same tier may go. The tier (the daemon's catalog, or `kvd replay`) knows
@@ -7,7 +7,7 @@ its forest and its pins and tells the policy; the policy only orders what may go
                   touched (any number of times, resident or not)
                      |
     unknown -- inserted --> held <== evictable / held ==> evictable -- removed --> not resident
-                              \\________________ removed ______________________________/
+                              \________________ removed ______________________________/
 
 What a tier promises:
 

@@ -13,6 +13,7 @@ H3. Counts are never negative.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ EDGES_NS: Final = (0, *(SECOND_NS // 4 << power for power in range(19)))
 """Where the bins begin: 0, then from 0.25 s doubling to 65 536 s; the last has no end."""
 BINS: Final = len(EDGES_NS)
 WIDTHS_S: Final = (
-    *((end - begin) / SECOND_NS for begin, end in zip(EDGES_NS, EDGES_NS[1:], strict=False)),
+    *((end - begin) / SECOND_NS for begin, end in pairwise(EDGES_NS)),
     EDGES_NS[-1] / SECOND_NS,  # as if it ended at twice its beginning, as the others do
 )
 
@@ -52,7 +53,7 @@ class HazardTable:
     """The rows, made as kinds turn up, and what they have in common."""
 
     PRIOR: Final = 0.1
-    """Chance of reuse in any bin before anything was seen: with doubling bins, a hazard as 1/age."""
+    """Chance of reuse in any bin before anything was seen; as bins double, a hazard of 1/age."""
     WEIGHT: Final = 50.0
     """How many blocks' worth of observations the prior stands for, and the pool for each row."""
     DECAY: Final = 0.98

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.policies.base import Request
 
 NEW_EDGES: Final = (4, 16, 64)
-"""New blocks of a request, for blocks used for the first time. Powers of four, fitted to nothing."""
+"""New blocks of a request, for blocks used for the first time. Powers of four, not fitted."""
 NEW_EDGE: Final = 16
 """The same for blocks used before."""
 OUTPUT_EDGES: Final = (64, 256)

@@ -113,12 +113,12 @@ def test_a_second_daemon_says_who_is_there(
 ) -> None:
     """The same state, or the same socket, is refused with the holder's pid; the first goes on."""
     same_state = make_daemon("a")
-    same_state.start(ready=False)
+    same_state.start(until=None)
     assert same_state.process.wait(10) == 2
     text = same_state.log.read_text()
     assert f"in use by kvd pid {daemon.pid}" in text
     same_socket = make_daemon("b", arguments=["--socket", daemon.socket])
-    same_socket.start(ready=False)
+    same_socket.start(until=None)
     assert same_socket.process.wait(10) == 2
     assert f"process {daemon.pid} already listens" in same_socket.log.read_text()
     client = kvd_client.connect(
