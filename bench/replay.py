@@ -2,10 +2,10 @@
 
     python -m bench.replay [--json] [--capacity BLOCKS ...] [--tiers]
 
-Replays both traces of tests/data/traces at each capacity (default: four) with each policy, and says
-for the default policy whether it reaches the floors of docs/adr/0011: a block hit ratio, and a
-share of the way from LRU to the optimum. Some 25 seconds of one idle core, 35 with --tiers. The exit
-code is 1 if a floor is missed. Nothing is random.
+Replays both traces of tests/data/traces at each capacity (default: four) with each policy, and
+says for the default policy whether it reaches the floors of docs/adr/0011: a block hit ratio, and
+a share of the way from LRU to the optimum. Some 25 seconds of one idle core, 35 with --tiers. The
+exit code is 1 if a floor is missed. Nothing is random.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from bench._table import print_json, print_table
 from kvd.policies import make, make_admission
-from kvd.replay import Tier, Tiers, Trace, read_trace, replay, replay_optimum, replay_tiers
+from kvd.replay import Tier, Tiers, replay, replay_optimum, replay_tiers
+from kvd.trace import Trace, read_trace
 
 TRACES = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces"
 NAMES = ("conversation", "synthetic")

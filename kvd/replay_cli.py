@@ -8,22 +8,15 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kvd.policies import ADMISSIONS, DEFAULT, POLICIES, make, make_admission
-from kvd.replay import (
-    BLOCK_TOKENS,
-    Outcome,
-    Tier,
-    Tiers,
-    read_trace,
-    replay,
-    replay_optimum,
-    replay_tiers,
-)
+from kvd.replay import Tier, Tiers, replay, replay_optimum, replay_tiers
+from kvd.trace import BLOCK_TOKENS, read_trace
 from kvd_client.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvd.replay import Trace
+    from kvd.replay import Outcome
+    from kvd.trace import Trace
 
 EPILOG: Final = """\
 examples:

@@ -17,7 +17,7 @@ C1. `decode` writes nothing outside `out` and raises nothing but `CorruptFrame`,
 C2. `decode` holds at most the object's size in memory beside the frame and `out`, and zstd's window
     of at most 8 MiB.
 C3. For `raw` and `lossless`, decoding gives the bytes that were encoded. For `fp8`, encoding what
-    was decoded and decoding again changes nothing more, NaN and infinity apart.
+    was decoded gives the same scales and codes: an object loses nothing by a second demotion.
 """
 
 from __future__ import annotations

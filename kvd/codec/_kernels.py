@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 assert sys.byteorder == "little"  # frames are, and kernels write their numbers as they are
 
-# bfloat16 has 1, 8 and 7 bits, float32 1, 8 and 23, both with bias 127; e4m3 has bias 7: a code with
-# exponent field f is a bfloat16 with field f + e + 120.
+# bfloat16 has 1, 8 and 7 bits, float32 1, 8 and 23, both with bias 127; e4m3 has bias 7: a code
+# with exponent field f is a bfloat16 with field f + e + 120.
 _ROUNDS_TO_448: Final = 0x680000  # largest mantissa that rounds down to 1.75: 0.8125 * 2**23
 
 _U8: Any = np.uint8

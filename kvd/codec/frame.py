@@ -172,6 +172,7 @@ def frame_form(frame: memoryview) -> Form:
         CorruptFrame: Too short, or not a frame of this version.
     """
     _check(len(frame) >= HEADER_BYTES, "shorter than a header")
+    form: int
     magic, version, form = _HEADER.unpack_from(frame)[:3]
     _check(magic == MAGIC, "no magic")
     _check(version == VERSION, "another version")

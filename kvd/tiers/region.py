@@ -32,13 +32,15 @@ import struct
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgpack
 import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from _typeshed import ReadableBuffer
+    from numpy.typing import NDArray
 
 BLOCK: Final = 4096
 FORMAT_VERSION: Final = 1
@@ -138,3 +140,390 @@ class ObjectRow(NamedTuple):
 
 class BadRecord(ValueError):
     """Bytes that are not the record, region or row they should be; the text says why."""
+
+
+# -------------------------------------------------------------------------------- spaces
+
+SPACE_BLOB_BYTES_MAX: Final = 8 << 10
+
+
+def encode_space(space: Space) -> bytes:
+    """Encode a space for the index and for every record header.
+
+    Raises:
+        ValueError: A field has the wrong length, or all together are too long.
+    """
+    if len(space.namespace) != HASH_BYTES or len(space.layout_id) != HASH_BYTES:
+        msg = f"a space's ids have {HASH_BYTES} bytes"
+        raise ValueError(msg)
+    blob: bytes = msgpack.packb(list(space), use_bin_type=True)
+    if len(blob) > SPACE_BLOB_BYTES_MAX:
+        msg = f"a space's description has at most {SPACE_BLOB_BYTES_MAX} bytes"
+        raise ValueError(msg)
+    return blob
+
+
+def decode_space(blob: bytes) -> Space:
+    """Decode what `encode_space` made; BadRecord otherwise."""
+    limit = SPACE_BLOB_BYTES_MAX
+    try:
+        fields = msgpack.unpackb(
+            blob,
+            raw=False,
+            max_str_len=limit,
+            max_bin_len=limit,
+            max_array_len=8,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise BadRecord("space: not msgpack") from error
+    types = [str, bytes, bytes, str, bytes]
+    if not isinstance(fields, list) or [type(field) for field in fields] != types:
+        raise BadRecord("space: fields")
+    space = Space._make(fields)
+    if len(space.namespace) != HASH_BYTES or len(space.layout_id) != HASH_BYTES:
+        raise BadRecord("space: length of an id")
+    return space
+
+
+# -------------------------------------------------------------------------------- regions
+
+_REGION: Final = struct.Struct("<8sII16sIIQQQ")
+_REGION_MAGIC: Final = b"KVDREGN\0"
+
+
+class RegionHeader(NamedTuple):
+    """The first block of a region file, checked."""
+
+    store: bytes
+    region: int
+    region_bytes: int
+    incarnation: int
+
+
+def encode_region(header: RegionHeader) -> bytes:
+    """Return the block that begins a region file."""
+    fields = (header.store, header.region, 0, header.region_bytes, header.incarnation)
+    body = _REGION.pack(_REGION_MAGIC, FORMAT_VERSION, BLOCK, *fields, 0)[:-8]
+    check = xxhash.xxh3_64_intdigest(body)
+    return (body + check.to_bytes(8, "little")).ljust(BLOCK, b"\0")
+
+
+def decode_region(block: ReadableBuffer) -> RegionHeader:
+    """Decode a region's first block; BadRecord if it is not one of this format."""
+    raw = bytes(memoryview(block)[: _REGION.size])
+    if len(raw) < _REGION.size:
+        raise BadRecord("region: short")
+    magic, version, header_bytes, store, region, zero, size, incarnation, check = _REGION.unpack(raw)
+    if magic != _REGION_MAGIC:
+        raise BadRecord("region: magic")
+    if (version, header_bytes, zero) != (FORMAT_VERSION, BLOCK, 0):
+        raise BadRecord("region: format version")
+    if check != xxhash.xxh3_64_intdigest(raw[:-8]):
+        raise BadRecord("region: checksum")
+    return RegionHeader(store, region, size, incarnation)
+
+
+# -------------------------------------------------------------------------------- records
+
+_RECORD: Final = struct.Struct("<8sII16sIIIIQQQQ32s32s32s32s32s32sQ")
+_RECORD_MAGIC: Final = b"KVDRECD\0"
+_OBJECT: Final = struct.Struct("<HBBIQQQQ")
+HEADER_BYTES_MAX: Final = aligned(
+    _RECORD.size + COLUMNS_MAX * _OBJECT.size + SPACE_BLOB_BYTES_MAX
+)
+OBJECT_BYTES_MAX: Final = 1 << 36
+
+
+class Origin(NamedTuple):
+    """Where a record is written: what it repeats of its place."""
+
+    store: bytes
+    region: int
+    incarnation: int
+    generation: int
+
+
+class Record(NamedTuple):
+    """A record's header, checked against itself (not yet against what was expected)."""
+
+    origin: Origin
+    header_bytes: int
+    length_bytes: int
+    hint: int
+    space_digest: bytes
+    space_blob: bytes
+    namespace: bytes
+    layout_id: bytes
+    chunk: bytes
+    parent: bytes
+    mask: bytes
+    objects: tuple[ObjectRow, ...]
+
+
+class Plan(NamedTuple):
+    """Where a bundle's parts come to lie, before checksums are known."""
+
+    header_bytes: int
+    length_bytes: int
+    offsets: tuple[int, ...]
+    mask: bytes
+    space_blob: bytes
+
+
+def plan_record(bundle: Bundle) -> Plan:
+    """Lay out a record.
+
+    Raises:
+        ValueError: The bundle breaks a rule: no parts, columns not rising, a length of zero, an id
+            of another length.
+    """
+    parts = bundle.parts
+    columns = [part.column for part in parts]
+    if not parts or columns != sorted(set(columns)) or not 0 <= columns[0] <= columns[-1] < 256:  # noqa: PLR2004 - COLUMNS_MAX
+        msg = f"a bundle has parts by rising column from 0 to {COLUMNS_MAX - 1}"
+        raise ValueError(msg)
+    if len(bundle.chunk) != HASH_BYTES or len(bundle.parent) != HASH_BYTES:
+        msg = f"a chunk's and its parent's hash have {HASH_BYTES} bytes"
+        raise ValueError(msg)
+    blob = encode_space(bundle.space)
+    end = header_bytes = aligned(_RECORD.size + len(parts) * _OBJECT.size + len(blob))
+    offsets = []
+    for part in parts:
+        size = memoryview(part.stored).nbytes
+        if not (0 < size <= OBJECT_BYTES_MAX and 0 < part.raw_bytes <= OBJECT_BYTES_MAX):
+            raise ValueError("an object has at least one byte and at most 64 GiB")
+        if not 0 <= part.form < FORM_MIXED or (part.form == FORM_RAW and part.raw_bytes != size):
+            raise ValueError("an object's form is from 0 to 254, and raw means as long as it is")
+        offsets.append(end)
+        end += aligned(size)
+    mask = sum(1 << column for column in columns).to_bytes(HASH_BYTES, "little")
+    return Plan(header_bytes, end, tuple(offsets), mask, blob)
+
+
+def encode_record(
+    bundle: Bundle, plan: Plan, origin: Origin, checksums: Sequence[int]
+) -> bytes:
+    """Return a record's header, whole blocks."""
+    space = bundle.space
+    rows = b"".join(
+        _OBJECT.pack(
+            part.column,
+            part.form,
+            0,
+            0,
+            part.raw_bytes,
+            memoryview(part.stored).nbytes,
+            offset,
+            checksum,
+        )
+        for part, offset, checksum in zip(bundle.parts, plan.offsets, checksums, strict=True)
+    )
+    fixed = _RECORD.pack(
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        plan.header_bytes,
+        origin.store,
+        origin.region,
+        len(bundle.parts),
+        len(plan.space_blob),
+        0,
+        origin.incarnation,
+        origin.generation,
+        plan.length_bytes,
+        bundle.hint,
+        space.digest,
+        space.namespace,
+        space.layout_id,
+        bundle.chunk,
+        bundle.parent,
+        plan.mask,
+        0,
+    )
+    header = bytearray((fixed + rows + plan.space_blob).ljust(plan.header_bytes, b"\0"))
+    check = xxhash.xxh3_64_intdigest(header)
+    header[_RECORD.size - 8 : _RECORD.size] = check.to_bytes(8, "little")
+    return bytes(header)
+
+
+def header_bytes_of(block: ReadableBuffer) -> int:
+    """Return the length of the header that a block begins, at most HEADER_BYTES_MAX.
+
+    Raises:
+        BadRecord: No record of this format begins here.
+    """
+    head = bytes(memoryview(block)[:16])
+    if head[:8] != _RECORD_MAGIC:
+        raise BadRecord("record: magic")
+    version, size = struct.unpack("<II", head[8:])
+    if version != FORMAT_VERSION:
+        raise BadRecord("record: format version")
+    if not BLOCK <= size <= HEADER_BYTES_MAX or size % BLOCK:
+        raise BadRecord("record: length of the header")
+    return int(size)
+
+
+def decode_record(header: ReadableBuffer) -> Record:
+    """Decode a header of exactly `header_bytes_of` bytes, checked against itself (D3).
+
+    Raises:
+        BadRecord: The text says which rule is broken.
+    """
+    raw = bytearray(header)
+    size = header_bytes_of(raw)
+    if len(raw) != size:
+        raise BadRecord("record: short")
+    (_, _, _, store, region, count, blob_bytes, zero, incarnation, generation, length, hint,
+     digest, namespace, layout_id, chunk, parent, mask, check) = _RECORD.unpack_from(raw)  # fmt: skip
+    raw[_RECORD.size - 8 : _RECORD.size] = bytes(8)
+    if check != xxhash.xxh3_64_intdigest(raw):
+        raise BadRecord("record: checksum of the header")
+    rows_end = _RECORD.size + count * _OBJECT.size
+    if not 1 <= count <= COLUMNS_MAX or zero or blob_bytes > SPACE_BLOB_BYTES_MAX:
+        raise BadRecord("record: counts")
+    if aligned(rows_end + blob_bytes) != size:
+        raise BadRecord("record: length of the header")
+    objects = _objects(raw[_RECORD.size : rows_end], size, length, mask)
+    return Record(
+        Origin(store, region, incarnation, generation),
+        size,
+        length,
+        hint,
+        digest,
+        bytes(raw[rows_end : rows_end + blob_bytes]),
+        namespace,
+        layout_id,
+        chunk,
+        parent,
+        mask,
+        objects,
+    )
+
+
+def _objects(rows: bytearray, start: int, length: int, mask: bytes) -> tuple[ObjectRow, ...]:
+    found = []
+    end, bits, last = start, 0, -1
+    for column, form, zero, none, raw, stored, offset, checksum in _OBJECT.iter_unpack(rows):
+        if column <= last or column >= COLUMNS_MAX or zero or none or form == FORM_MIXED:
+            raise BadRecord("record: columns")
+        if not (0 < raw <= OBJECT_BYTES_MAX and 0 < stored <= OBJECT_BYTES_MAX):
+            raise BadRecord("record: length of an object")
+        if offset != end or (form == FORM_RAW and raw != stored):
+            raise BadRecord("record: place of an object")
+        end += aligned(stored)
+        bits |= 1 << column
+        last = column
+        found.append(ObjectRow(column, form, raw, stored, offset, checksum))
+    if end != length or bits.to_bytes(HASH_BYTES, "little") != mask:
+        raise BadRecord("record: length")
+    return tuple(found)
+
+
+def check_identity(record: Record, space: Space, chunk: bytes, parent: bytes) -> None:
+    """Raise BadRecord unless this record is of that bundle (D1)."""
+    if record.space_digest != space.digest:
+        raise BadRecord("record: another tenant, namespace or layout")
+    if (record.namespace, record.layout_id) != (space.namespace, space.layout_id):
+        raise BadRecord("record: another namespace or layout")
+    if record.chunk != chunk:
+        raise BadRecord("record: another chunk")
+    if record.parent != parent:
+        raise BadRecord("record: another parent")
+
+
+def check_place(record: Record, origin: Origin, length_bytes: int) -> None:
+    """Raise BadRecord unless this record was written there, and is that one (D1, D2)."""
+    if record.origin != origin:
+        raise BadRecord("record: another store, region, incarnation or generation")
+    if record.length_bytes != length_bytes:
+        raise BadRecord("record: another length")
+
+
+# -------------------------------------------------------------------------------- index rows
+
+ROW: Final = struct.Struct("<16s32s32s32sIIQQQQQQ")
+"""space key, chunk | parent, mask, region, form, offset, length, generation, stored, hint, check"""
+ROW_BYTES: Final = ROW.size
+VALUE_BYTES: Final = ROW_BYTES - KEY_BYTES
+_WORDS: Final = ROW_BYTES // 8
+_FACTORS: Final[NDArray[np.uint64]] = np.array(
+    [(0x9E3779B97F4A7C15 * (2 * n + 1)) % (1 << 64) | 1 for n in range(_WORDS - 1)], np.uint64
+)
+_REST: Final = np.uint64(0x2545F4914F6CDD1D)
+assert ROW_BYTES == 8 * _WORDS
+
+
+class Row(NamedTuple):
+    """An index entry, without its checksum."""
+
+    space_key: bytes
+    chunk: bytes
+    parent: bytes
+    mask: bytes
+    region: int
+    form: int
+    offset_bytes: int
+    length_bytes: int
+    generation: int
+    stored_bytes: int
+    hint: int
+
+    @property
+    def key(self) -> bytes:
+        """The 48 bytes under which it stands in the index."""
+        return self.space_key + self.chunk
+
+    @property
+    def ref(self) -> Ref:
+        """Its place."""
+        return Ref(self.region, self.offset_bytes, self.length_bytes, self.generation)
+
+
+def checks(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the check word of each row, from its other words.
+
+    A sum of the words, each times an odd constant, modulo 2**64: it sees every change within one
+    word and all but 2**-64 of the others, and a million rows take some 30 ms.
+    """
+    total: NDArray[np.uint64] = words[:, : _WORDS - 1] @ _FACTORS + _REST
+    return total
+
+
+def words_of(rows: bytes) -> NDArray[np.uint64]:
+    """View packed rows as 64-bit words, one line a row."""
+    return np.frombuffer(rows, "<u8").reshape(-1, _WORDS)
+
+
+def encode_row(row: Row) -> bytes:
+    """Pack a row, key first: the first KEY_BYTES are the index key, the rest its value."""
+    packed = ROW.pack(*row, 0)
+    return packed[:-8] + int(checks(words_of(packed))[0]).to_bytes(8, "little")
+
+
+def decode_row(packed: bytes) -> Row:
+    """Unpack one row; BadRecord if its check is wrong."""
+    if len(packed) != ROW_BYTES:
+        raise BadRecord("index row: length")
+    words = words_of(packed)
+    if checks(words)[0] != words[0, -1]:
+        raise BadRecord("index row: checksum")
+    return Row._make(ROW.unpack(packed)[:-1])
+
+
+def row_of(record: Record, offset_bytes: int) -> Row:
+    """Return the index row that names this record."""
+    forms = {item.form for item in record.objects}
+    return Row(
+        record.space_digest[:SPACE_KEY_BYTES],
+        record.chunk,
+        record.parent,
+        record.mask,
+        record.origin.region,
+        forms.pop() if len(forms) == 1 else FORM_MIXED,
+        offset_bytes,
+        record.length_bytes,
+        record.origin.generation,
+        sum(item.stored_bytes for item in record.objects),
+        record.hint,
+    )

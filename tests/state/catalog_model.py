@@ -15,6 +15,7 @@ from kvd.types import Tenant
 from kvd_client.identity import Group, Layout
 
 if TYPE_CHECKING:
+    from kvd.catalog import Catalog
     from kvd.entry import Chunk, Space
 
 PAGE: Final = 4096
@@ -90,6 +91,14 @@ def path_of(chunk: Chunk) -> Path:
     for _ in range(depth):
         candidates = [(*path, step) for path in candidates for step in (0, 1)]
     return next(path for path in candidates if hash_of(path) == chunk.hash)
+
+
+def check_candidates(catalog: Catalog) -> None:
+    """Every chunk that may be evicted is a candidate with its present tick (P1)."""
+    for space in catalog.spaces.values():
+        entries = {(tick, chunk.hash) for tick, _, chunk in catalog._lru(space)._heap}
+        for chunk in space.chunks.values():
+            assert not chunk.evictable or (chunk.tick, chunk.hash) in entries, "P1"
 
 
 @dataclass

@@ -34,6 +34,7 @@ from tests.state.catalog_model import (
     Path,
     Spot,
     World,
+    check_candidates,
     hash_of,
     hashes_of,
     path_of,
@@ -469,6 +470,7 @@ class CatalogMachine(RuleBasedStateMachine):
         if not hasattr(self, "catalog"):
             return
         self.catalog.check()
+        check_candidates(self.catalog)
         model = self.model
         assert self.left() == model.published.keys()
         for tenant in SHARES:
@@ -478,8 +480,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert used(tenant, Resource.PINNED_BYTES) == model.pinned_bytes(tenant)
             assert used(tenant, Resource.FILLING_BYTES) == model.filling_bytes(tenant)
         assert {lease.id for lease in self.book.all()} == model.holds.keys()
-        overdue = sum(not hold.active for hold in model.holds.values())
-        assert self.book.overdue_count() == overdue
+        assert self.book.overdue_count() == sum(not h.active for h in model.holds.values())
         model.check_bytes()
 
     def same_tree(self, world: World) -> None:
@@ -490,8 +491,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert {path_of(chunk) for chunk in space.chunks.values()} == nodes if space else not nodes
         sessions = sum(m.world == world and not m.gone for m in self.members.values())
         assert (space is not None) == bool(nodes or sessions)
-        if space is not None:
-            assert space.sessions == sessions
+        assert (space.sessions if space else 0) == sessions
 
 
 @pytest.mark.timeout(120)

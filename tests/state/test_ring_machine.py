@@ -303,6 +303,29 @@ def test_forged_frame(length: int, sequence: int, body: bytes, tail: int) -> Non
             assert length <= LIMIT
 
 
+@pytest.mark.parametrize(
+    ("size", "tail"),
+    [
+        (LIMIT + 1, FRAME_BYTES + LIMIT + 1),
+        (LIMIT, FRAME_BYTES + LIMIT - 1),
+        (LIMIT, FRAME_BYTES - 1),
+        (LIMIT, 258),
+        (LIMIT, 2**64 - 1),
+    ],
+)
+def test_a_good_frame_in_the_wrong_place(size: int, tail: int) -> None:
+    """A frame that is right in itself is RingError over the limit or outside the index."""
+    with mmap(-1, memory_bytes(257)) as memory, closing(Side(memory, 257)) as side:
+        frame = forge(size, 1, b"x" * size)
+        memory[HEADER_BYTES : HEADER_BYTES + len(frame)] = frame
+        memory[:8] = INDEX.pack(tail)
+        with pytest.raises(RingError):
+            side.consumer.receive()
+        if size == LIMIT:
+            memory[:8] = INDEX.pack(max(len(frame), side.consumer._tail_seen))
+            assert side.consumer.receive() == b"x" * size
+
+
 def test_an_index_that_goes_back_is_an_error() -> None:
     """A tail seen and then taken back is RingError, also when it is back at the head exactly."""
     with mmap(-1, memory_bytes(257)) as memory, closing(Side(memory, 257)) as side:

@@ -113,6 +113,20 @@ def test_a_cold_slab_of_another_size_goes_before_warm_leaves() -> None:
     assert host.catalog.usable(large, chain("cold", 2)) == 0
 
 
+def test_what_was_built_upon_lately_is_warm() -> None:
+    """When a leaf goes, its parent is as warm as the leaf was, however long ago it was stored."""
+    host = Host(1, places=3)
+    space = host.enter(layout_of(PAGE))
+    host.store(space, chain("a", 1))
+    host.store(space, chain("b", 1))
+    host.store(space, chain("a", 2), first=1)
+    host.catalog.evict(space.chunks[chain("a", 2)[1]], "operator")
+    host.store(space, chain("c", 1))
+    host.store(space, chain("d", 1))
+    assert host.catalog.usable(space, chain("a", 1)) == 1
+    assert host.catalog.usable(space, chain("b", 1)) == 0
+
+
 def test_what_can_never_fit_costs_nobody_anything() -> None:
     """An object larger than a slab is refused without evicting for it."""
     host = Host(1)

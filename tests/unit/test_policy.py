@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Final
 
 import pytest
@@ -63,23 +64,19 @@ def test_what_is_not_evictable_is_not_offered() -> None:
         LeafLru().offer(chunk_of(1, mask=0))
 
 
-ACTIONS: Final = st.lists(
-    st.tuples(st.sampled_from(["use", "pin", "unpin", "drop", "come", "twice"]), st.integers(0, 7)),
-    max_size=80,
-)
-
-
-@given(ACTIONS, st.sampled_from([0, 3, LeafLru.SLACK]))
-def test_the_order_is_that_of_a_naive_lru(actions: list[tuple[str, int]], slack: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([2, 8, 40]), st.sampled_from([0, 3, LeafLru.SLACK]))
+def test_the_order_is_that_of_a_naive_lru(seed: int, count: int, slack: int) -> None:
     """The victim is the evictable chunk used longest ago, however often entries are cleaned up."""
+    chance = random.Random(seed)
     lru = LeafLru()
     lru.SLACK = lru._bound = slack
-    chunks = [chunk_of(0, mask=0) for _ in range(8)]
-    for now, (action, which) in enumerate(actions, 1):
-        chunk = chunks[which]
-        match action:
-            case "use" | "come":
-                chunk.mask |= action == "come"
+    chunks = [chunk_of(0, mask=0) for _ in range(count)]
+    for now in range(1, 6 * count):
+        chunk = chance.choice(chunks)
+        match chance.choice(["come", "come", "use", "pin", "unpin", "drop", "offered again"]):
+            case "come":
+                chunk.mask, chunk.tick = 1, now
+            case "use":
                 chunk.tick = now
             case "pin":
                 chunk.pins = 1
@@ -87,14 +84,12 @@ def test_the_order_is_that_of_a_naive_lru(actions: list[tuple[str, int]], slack:
                 chunk.pins = 0
             case "drop":
                 chunk.mask = chunk.pins = 0
-            case _:
-                pass  # offered again, as it is
         if chunk.evictable:
             lru.offer(chunk)
         evictable = [chunk for chunk in chunks if chunk.evictable]
         expected = min(evictable, key=lambda chunk: chunk.tick, default=None)
         assert lru.victim() is expected
-        assert len(lru._heap) <= 2 * 8 + slack + 1
+        assert len(lru._heap) <= 2 * count + slack + 1
 
 
 def test_a_chunk_used_again_and_again_leaves_no_trail() -> None:

@@ -309,6 +309,16 @@ def test_an_odd_layout_never_becomes_one(odd: bytes) -> None:
             Layout.from_fields(fields)
 
 
+@pytest.mark.parametrize("odd", [b"\x81\xa1k\x02", b"\xd4\x05\x00", b"\xd6\xff" + b"\0" * 4])
+def test_a_list_hides_no_map_and_no_extension(odd: bytes) -> None:
+    """In the one field that takes any list, a map, extension or time stamp is a WireError too."""
+    good = wire.encode(SAMPLES[0][1]._replace(layout=[7]))
+    assert good.count(b"\x91\x07") == 1
+    wire.decode(good, wire.TO_DAEMON)
+    error = refused(good.replace(b"\x91\x07", b"\x91" + odd), wire.TO_DAEMON)
+    assert error.field == "message"
+
+
 def test_another_protocol_is_told_apart_from_garbage() -> None:
     """A greeting of another version, even with other fields, is refused by its version."""
     for fields in ([2, "client"], [0], [2, *SAMPLES[0][1][1:]]):

@@ -1,0 +1,45 @@
+"""Copy an index that nobody vouches for into a fresh file. Run as a process of its own.
+
+LMDB trusts the pages it maps: a damaged file can end the process that opens it by a signal, at any
+later time. So after anything but a clean stop the daemon never opens the old file. This child
+does, reads every entry, and appends them to a new file, which refuses a key out of order. It can
+be killed by what it reads; the daemon then rebuilds the index from the regions.
+
+Usage: python -I _index_copy.py SOURCE TARGET MAP_BYTES DATABASE...; exit status 0 and the number of
+entries on stdout, or anything else.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import lmdb
+
+
+def main(source: str, target: str, map_bytes: int, names: list[str]) -> int:
+    """Copy the named databases; return how many entries there were."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    options = {"subdir": False, "lock": False, "max_dbs": len(names), "map_size": map_bytes}
+    total = 0
+    with (
+        lmdb.open(source, readonly=True, readahead=True, **options) as old,
+        lmdb.open(target, mode=0o600, **options) as new,
+    ):
+        for name in names:
+            read_from = old.open_db(name.encode(), create=False)
+            write_to = new.open_db(name.encode())
+            with old.begin(read_from) as reader, new.begin(write_to, write=True) as writer:
+                entries = reader.stat(read_from)["entries"]
+                cursor = writer.cursor()
+                consumed, added = cursor.putmulti(reader.cursor().iternext(), append=True)
+                if not consumed == added == entries:
+                    msg = f"{name}: {entries} entries, {consumed} read, {added} in order"
+                    raise SystemExit(msg)
+                total += added
+        new.sync(True)  # noqa: FBT003 - positional only in the library
+    return total
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])}\n")
