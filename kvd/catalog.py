@@ -11,37 +11,42 @@ C8. Every reserved or quarantined slot has an owner, and an owner that is gone h
 T1. Every chunk's parent is in the tree, and knows it as a child.
 T2. A chunk without objects, reservations, pins and children is not in the tree.
 T3. A chunk's mask names exactly its published slots, each of the space's tenant.
+T4. A chunk counts its warm children, and has a cold copy exactly if it names columns of one.
+C6. A failed demotion leaves the chunk as it was.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space
+from kvd.eviction import Eviction
+from kvd.filling import Fillings
 from kvd.identity import presence, rules_of, usable_prefix
-from kvd.policy import LeafLru
+from kvd.places import PlaceRecord, place_record
 from kvd.quota import Quota, Resource
-from kvd.tiers.slab import stride_of
-from kvd_client.wire import NOWHERE, Status
+from kvd.types import OwnerId
+from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvd.metrics import Counters
-    from kvd.tiers.slab import Slab, SlabPool
-    from kvd.types import Generation, OwnerId, Tenant
+    from kvd.tiers.slab import SlabPool
+    from kvd.types import Generation, Tenant
     from kvd_client.identity import Layout
 
-PlaceRecord = tuple[int, int, int, int, int, int, int]
-"""The fields of `wire.Place`."""
+DAEMON = OwnerId(0)
+"""Owner of the slots that promotions fill; no session has this number."""
+NEVER_NS = 1 << 62
+"""Later than any deadline."""
+
+Cold = tuple[tuple[int, int, int, int], int, bool]
+"""A copy in the tier below: its place, its columns, whether it is lossy."""
 
 
 class Catalog:
     """What is where, and who holds it."""
-
-    SLACK = 1024
-    """Deadlines of ended reservations kept beyond as many as there are live ones."""
 
     def __init__(self, pool: SlabPool, quota: Quota, counters: Counters) -> None:
         """Start empty over an empty pool."""
@@ -49,10 +54,9 @@ class Catalog:
         self.quota = quota
         self.counters = counters
         self.spaces: dict[tuple[Tenant, bytes, bytes], Space] = {}
-        self._filling: dict[Generation, Slot] = {}
-        self._by_owner: dict[OwnerId, dict[Generation, Slot]] = {}
-        self._deadlines: list[tuple[int, Generation]] = []
-        self._lrus: dict[tuple[Tenant, frozenset[int]], LeafLru] = {}
+        self.fillings = Fillings()
+        self.eviction = Eviction(pool, self.evict)
+        self.cold_readable = False
         self._tick = 0
         self.quarantined_bytes = 0
 
@@ -77,26 +81,45 @@ class Catalog:
         if not space.sessions and not space.chunks:
             self.spaces.pop((space.tenant, space.namespace, space.layout.id), None)
 
-    def _lru(self, space: Space) -> LeafLru:
-        strides = frozenset(stride_of(group.object_bytes) for group in space.layout.groups)
-        return self._lrus.setdefault((space.tenant, strides), LeafLru())
-
     # ---------------------------------------------------------------- reading
 
     def usable(self, space: Space, hashes: Sequence[bytes]) -> int:
-        """Return the chunks of the usable prefix of a chain."""
+        """Return the chunks of the usable prefix of a chain, warm or cold."""
         chunks = space.chunks
         full = space.full_mask
+        cold = self.cold_readable
         complete = 0
         for key in hashes:
             chunk = chunks.get(key)
-            if chunk is None or chunk.mask != full:
+            if chunk is None or (
+                chunk.mask != full and not (cold and chunk.mask | chunk.cold_mask == full)
+            ):
                 break
             complete += 1
         if complete == len(hashes) or space.prefix_only:
             return complete  # all of it, or cut at the first hole: no rule says otherwise
-        masks = [chunk.mask if (chunk := chunks.get(key)) else 0 for key in hashes]
+        masks = [self._readable(chunks.get(key)) for key in hashes]
         return usable_prefix(presence(masks, space.layout.columns), space.rules)
+
+    def _readable(self, chunk: Chunk | None) -> int:
+        if chunk is None:
+            return 0
+        return chunk.mask | chunk.cold_mask if self.cold_readable else chunk.mask
+
+    def warm_length(self, space: Space, chunks: Sequence[Chunk], first: int) -> int:
+        """Return how many of pinned chunks, from the first on, are a legal prefix in host slots.
+
+        Args:
+            space: Where.
+            chunks: Chunks `first` and later of a chain, as `hold` returned them.
+            first: Chunks before them, which the engine has.
+        """
+        if space.prefix_only:
+            return next(
+                (i for i, chunk in enumerate(chunks) if chunk.mask != space.full_mask), len(chunks)
+            )
+        masks = [space.full_mask] * first + [chunk.mask for chunk in chunks]
+        return max(0, usable_prefix(presence(masks, space.layout.columns), space.rules) - first)
 
     def hold(self, space: Space, hashes: Sequence[bytes], first: int) -> tuple[Chunk, ...]:
         """Pin chunks `first` and later of the usable prefix, as far as the quota goes.
@@ -140,22 +163,9 @@ class Catalog:
             if not chunk.pins:
                 discharge += chunk.pinned_bytes
                 chunk.pinned_bytes = 0
-                self._settle(chunk)
+                self._settle(chunk, chunk.warm)
         if discharge:
             self.quota.discharge(chunks[0].space.tenant, Resource.PINNED_BYTES, discharge)
-
-    def places(
-        self, space: Space, chunks: Iterable[Chunk], first: int, rank: int
-    ) -> list[PlaceRecord]:
-        """Say where a rank's objects of pinned chunks are."""
-        layout = space.layout
-        columns = [(group, layout.column(group, rank)) for group in range(len(layout.groups))]
-        found = []
-        for index, chunk in enumerate(chunks, first):
-            for group, column in columns:
-                if chunk.mask >> column & 1:
-                    found.append(_record(index, group, chunk.slots[column]))
-        return found
 
     def _touch(self, chunk: Chunk) -> None:
         self._tick += 1
@@ -163,22 +173,28 @@ class Catalog:
         for slot in chunk.slots.values():
             self.pool.slab(slot.slab).touched = self._tick
 
-    def _settle(self, chunk: Chunk) -> None:
-        """Offer a chunk that may be evicted now, or take it out of the tree if it is nothing."""
-        if chunk.evictable:
-            self._lru(chunk.space).offer(chunk)
-            return
+    def _settle(self, chunk: Chunk, was_warm: bool) -> None:  # noqa: FBT001 - a state, no option
+        """Draw the consequences of a change: orders (V1), warmth of ancestors (T4), nodes (T2).
+
+        Args:
+            chunk: What has changed.
+            was_warm: Whether it was warm before.
+        """
         node: Chunk | None = chunk
-        while node is not None and not (node.mask or node.filling or node.pins or node.children):
-            del node.space.chunks[node.hash]  # T2
+        while node is not None:
             parent = node.parent
-            if parent is not None:
-                parent.children.discard(node)
+            warm, parent_was = node.warm, parent is not None and parent.warm
+            if parent is not None and warm != was_warm:
+                parent.warm_children += 1 if warm else -1
                 parent.tick = max(parent.tick, node.tick)
-                if parent.evictable:
-                    self._lru(parent.space).offer(parent)
-            self._forget(node.space)
-            node = parent
+            self.eviction.offer(node)
+            if not node.needed:
+                del node.space.chunks[node.hash]
+                node.leave()
+                self._forget(node.space)
+            elif warm == was_warm:
+                return
+            node, was_warm = parent, parent_was
 
     # ---------------------------------------------------------------- writing
 
@@ -215,30 +231,30 @@ class Catalog:
         if not columns:
             return []  # and no node either: nothing would hold it in the tree
         above = space.chunks.get(parent)
-        refusal = Status.OK
+        refusal: Status = Status.OK
         if above is None and parent != space.namespace:
             refusal = Status.ORPHAN
         records = []
         for index, key in enumerate(hashes):
-            if refusal is Status.OK:
+            if not refusal:
                 chunk = space.chunks.get(key) or self._graft(space, key, above)
                 for group, column in columns:
-                    status, slot = self._reserve_one(chunk, column, group, owner, deadline_ns)
-                    records.append(_record(index, group, slot, status))
+                    status: Status = refusal
+                    slot = None
+                    if not refusal:
+                        status, slot = self._reserve_one(chunk, column, group, owner, deadline_ns)
+                    records.append(place_record(index, group, slot, status))
                     if status in {Status.NO_SPACE, Status.OVER_QUOTA}:
-                        refusal = status  # no later chunk could be used without this one
-                self._settle(chunk)
+                        refusal = status  # nothing later could be used without this one
                 above = chunk
             else:
-                records += [_record(index, group, None, refusal) for group, _ in columns]
+                records += [place_record(index, group, None, refusal) for group, _ in columns]
         refused = sum(record[2] == refusal for record in records) if refusal else 0
         self.counters.reserves_refused += refused
         return records
 
     def _graft(self, space: Space, key: bytes, above: Chunk | None) -> Chunk:
-        chunk = space.chunks[key] = Chunk(key, space, above)
-        if above is not None:
-            above.children.add(chunk)  # T1; protects the chain that is being stored
+        chunk = space.chunks[key] = Chunk(key, space, above)  # T1
         return chunk
 
     def _reserve_one(
@@ -251,27 +267,26 @@ class Catalog:
         tenant = chunk.space.tenant
         size = chunk.space.layout.groups[group].object_bytes
         if not self.quota.charge(tenant, Resource.FILLING_BYTES, size):
+            self._settle(chunk, chunk.warm)  # a node just made for this goes again
             return Status.OVER_QUOTA, None
-        chunk.filling += 1  # before making room: C2 keeps this chunk
-        slot = self.pool.take(tenant, size, owner) or self._make_room(tenant, size, owner)
+        was_warm = chunk.warm
+        chunk.filling += 1  # before making room: C2 keeps this chunk, and its warmth the chain
+        self._settle(chunk, was_warm)
+        slot = self.pool.take(tenant, size, owner) or self.eviction.make_room(tenant, size, owner)
         if slot is None:
-            chunk.filling -= 1
             self.quota.discharge(tenant, Resource.FILLING_BYTES, size)
+            chunk.filling -= 1
+            self._settle(chunk, was_warm=True)
             return Status.NO_SPACE, None
         slot.chunk, slot.column, slot.deadline_ns = chunk, column, deadline_ns
-        chunk.slots[column] = slot
+        chunk.put(column, slot)
         self.counters.objects_reserved += 1
-        self._filling[slot.generation] = slot
-        self._by_owner.setdefault(owner, {})[slot.generation] = slot
-        heapq.heappush(self._deadlines, (deadline_ns, slot.generation))
-        if len(self._deadlines) > 2 * len(self._filling) + self.SLACK:
-            self._deadlines = [(s.deadline_ns, s.generation) for s in self._filling.values()]
-            heapq.heapify(self._deadlines)
+        self.fillings.add(slot)
         return Status.OK, slot
 
     def publish(self, owner: OwnerId, generation: Generation, now_ns: int) -> Status:
         """Make a filled slot findable; says why not, and frees or keeps the slot accordingly."""
-        slot = self._by_owner.get(owner, {}).get(generation)
+        slot = self.fillings.get(owner, generation)
         if slot is None:
             return Status.STALE
         if slot.state is SlotState.QUARANTINED:
@@ -291,12 +306,12 @@ class Catalog:
         self.counters.objects_published += 1
         self.counters.bytes_published += slot.size_bytes
         self._touch(chunk)
-        self._settle(chunk)
+        self._settle(chunk, was_warm=True)
         return Status.OK
 
     def abort(self, owner: OwnerId, generation: Generation) -> Status:
         """Free a reserved or quarantined slot whose writer says that it is done."""
-        slot = self._by_owner.get(owner, {}).get(generation)
+        slot = self.fillings.get(owner, generation)
         if slot is None:
             return Status.STALE
         quarantined = slot.state is SlotState.QUARANTINED
@@ -304,20 +319,16 @@ class Catalog:
         return Status.EXPIRED if quarantined else Status.OK
 
     def _forget_filling(self, slot: Slot) -> None:
-        del self._filling[slot.generation]
-        owned = self._by_owner[slot.owner]
-        del owned[slot.generation]
-        if not owned:
-            del self._by_owner[slot.owner]
+        self.fillings.forget(slot)
         self.quota.discharge(slot.tenant, Resource.FILLING_BYTES, slot.size_bytes)
 
     def _detach(self, slot: Slot) -> None:
         """Take a slot that will not be published off its chunk."""
         chunk, slot.chunk = slot.chunk, None
         if chunk is not None:
-            del chunk.slots[slot.column]
+            chunk.take(slot.column)
             chunk.filling -= 1
-            self._settle(chunk)
+            self._settle(chunk, was_warm=True)
 
     def _quarantine(self, slot: Slot) -> None:
         slot.step(SlotEvent.DEADLINE)
@@ -334,111 +345,104 @@ class Catalog:
 
     def sweep(self, now_ns: int) -> None:
         """Quarantine reservations whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] < now_ns:
-            _, generation = heapq.heappop(self._deadlines)
-            slot = self._filling.get(generation)
-            if slot is not None and slot.state is SlotState.RESERVED:
+        for slot in self.fillings.due(now_ns):
+            if slot.state is SlotState.RESERVED:
                 self.counters.reserves_expired += 1
                 self._quarantine(slot)
 
     def abandon(self, owner: OwnerId, *, dead: bool) -> None:
         """Take back an owner's slots: for reuse if it is dead or done, else into quarantine."""
-        for slot in list(self._by_owner.get(owner, {}).values()):
+        for slot in self.fillings.of(owner):
             if dead:
                 self._free_filling(slot, SlotEvent.HOLDER_DEAD)
             elif slot.state is SlotState.RESERVED:
                 self._quarantine(slot)
 
-    def filling_count(self, owner: OwnerId) -> int:
-        """Count an owner's reserved and quarantined slots."""
-        return len(self._by_owner.get(owner, {}))
+    # ---------------------------------------------------------------- the tier below
 
-    # ---------------------------------------------------------------- eviction
+    def evict(self, chunk: Chunk, reason: str = "") -> None:
+        """Free the host slots of a chunk that nobody holds, fills or moves.
 
-    def _make_room(self, tenant: Tenant, size_bytes: int, owner: OwnerId) -> Slot | None:
-        """Evict until a slot of a size is free; None when nothing may go.
-
-        The coldest of two candidates goes: the chunk used longest ago among those with objects
-        of this size, or the slab of another size with all that depends on its chunks.
+        Without a cold copy that is a drop: the only loss, counted by its reason ("capacity" unless
+        told otherwise).
         """
-        if size_bytes > self.pool.slab_bytes:
-            return None  # no eviction helps
-        slot = None
-        while slot is None:
-            leaf = self._coldest_leaf(tenant, size_bytes)
-            cold = self._coldest_slab(tenant, size_bytes)
-            if cold is not None and (leaf is None or cold[0] < leaf.tick):
-                for held in {s.chunk for s in cold[1].slots.values()}:
-                    if held is not None and held.mask:
-                        self._evict_subtree(held)
-            elif leaf is not None:
-                self.evict(leaf, "capacity")
-            else:
-                return None
-            slot = self.pool.take(tenant, size_bytes, owner)
-        return slot
-
-    def _coldest_leaf(self, tenant: Tenant, size_bytes: int) -> Chunk | None:
-        stride = stride_of(size_bytes)
-        leaves = [
-            leaf
-            for (whose, strides), lru in self._lrus.items()
-            if whose == tenant and stride in strides and (leaf := lru.victim())
-        ]
-        return min(leaves, key=lambda leaf: leaf.tick, default=None)
-
-    def _coldest_slab(self, tenant: Tenant, size_bytes: int) -> tuple[int, Slab] | None:
-        """Return the coldest slab of another size that could be emptied whole, with its tick."""
-        best: tuple[int, Slab] | None = None
-        for slab in self.pool.others(tenant, size_bytes):
-            if best is not None and best[0] <= slab.touched:
-                break  # the rest are no colder
-            tick = slab.touched
-            for chunk in {slot.chunk for slot in slab.slots.values()}:
-                latest = self._latest(chunk) if chunk is not None else None
-                if latest is None:
-                    break
-                tick = max(tick, latest)
-            else:
-                if best is None or tick < best[0]:
-                    best = (tick, slab)
-        return best
-
-    @staticmethod
-    def _latest(top: Chunk) -> int | None:
-        """Return the last use of a chunk or anything below it; None if one is held or filled."""
-        tick = 0
-        stack = [top]
-        while stack:
-            chunk = stack.pop()
-            if chunk.pins or chunk.filling:
-                return None
-            tick = max(tick, chunk.tick)
-            stack.extend(chunk.children)
-        return tick
-
-    def _evict_subtree(self, top: Chunk) -> None:
-        """Evict a removable chunk with everything that is useless without it, leaves first."""
-        order = [top]
-        for chunk in order:
-            order.extend(chunk.children)
-        for chunk in reversed(order):
-            if chunk.mask:
-                self.evict(chunk, "capacity")
-
-    def evict(self, chunk: Chunk, reason: str) -> None:
-        """Drop the objects of a chunk that nobody holds or fills; counted with its reason."""
         assert not chunk.pins  # C2
         assert not chunk.filling  # C2
-        self.counters.count_eviction(reason, len(chunk.slots), chunk.size_bytes)
+        assert not chunk.moves  # C2
+        why = "clean" if chunk.clean else "unwanted" if chunk.unwanted else "capacity"
+        self.counters.count_eviction(reason or why, len(chunk.slots), chunk.size_bytes)
+        was_warm = chunk.warm
         for slot in chunk.slots.values():
             slot.step(SlotEvent.EVICT)
             slot.chunk = None
             self.pool.give_back(slot)
-        chunk.slots.clear()
-        chunk.mask = 0
-        chunk.size_bytes = 0
-        self._settle(chunk)
+        for column in list(chunk.slots):
+            chunk.take(column)
+        chunk.mask = chunk.lossy_mask = chunk.size_bytes = 0
+        self._settle(chunk, was_warm)
+
+    def begin_demotion(self, chunk: Chunk) -> list[Slot]:
+        """Keep a chunk's host slots as they are while they are copied down."""
+        chunk.moves += 1
+        return [slot for slot in chunk.slots.values() if slot.state is SlotState.PUBLISHED]
+
+    def end_demotion(self, chunk: Chunk, cold: Cold | None) -> None:
+        """Take in the copy, or its failure: then the chunk is as it was (C6)."""
+        assert chunk.moves > 0
+        chunk.moves -= 1
+        if cold is not None:
+            self.set_cold(chunk, cold)
+        else:
+            self._settle(chunk, chunk.warm)
+
+    def set_cold(self, chunk: Chunk, cold: Cold) -> None:
+        """Note that a copy lies in the tier below."""
+        chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
+        self._settle(chunk, chunk.warm)
+
+    def drop_cold(self, chunk: Chunk) -> None:
+        """Forget the copy in the tier below."""
+        chunk.cold, chunk.cold_mask, chunk.cold_lossy = None, 0, False
+        self._settle(chunk, chunk.warm)
+
+    def begin_promotion(self, chunk: Chunk) -> list[Slot] | None:
+        """Reserve host slots for what only the cold copy has; None when there is no room."""
+        layout = chunk.space.layout
+        slots: list[Slot] = []
+        chunk.moves += 1
+        for column in _bits(chunk.cold_mask & ~chunk.mask):
+            if column in chunk.slots:
+                continue  # an engine is filling it: what it publishes is as good
+            group = layout.group_of(column)
+            status, slot = self._reserve_one(chunk, column, group, DAEMON, NEVER_NS)
+            if slot is None:
+                assert status in {Status.NO_SPACE, Status.OVER_QUOTA}
+                self.end_promotion(chunk, slots, read=False)
+                return None
+            slots.append(slot)
+        return slots
+
+    def end_promotion(self, chunk: Chunk, slots: Sequence[Slot], *, read: bool) -> None:
+        """Publish the slots that were read, or give them back."""
+        for slot in slots:
+            if read:
+                status = self.publish(DAEMON, slot.generation, 0)
+                assert status is Status.OK
+                chunk.lossy_mask |= chunk.cold_lossy << slot.column
+            else:
+                self._free_filling(slot, SlotEvent.ABORT)
+        assert chunk.moves > 0
+        chunk.moves -= 1
+        self._settle(chunk, chunk.warm)
+
+    def restore(self, space: Space, key: bytes, parent: bytes, cold: Cold) -> Chunk | None:
+        """Put a chunk found in the tier below into the tree; None if its parent is not there."""
+        above = space.chunks.get(parent)
+        if above is None and parent != space.namespace:
+            return None
+        chunk = space.chunks.get(key) or self._graft(space, key, above)
+        chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
+        return chunk
 
     # ---------------------------------------------------------------- accounts
 
@@ -459,20 +463,24 @@ class Catalog:
                 pinned[tenant] += chunk.pinned_bytes
                 published |= {s for s in chunk.slots.values() if s.state is SlotState.PUBLISHED}
         filling = dict.fromkeys(self.pool.shares, 0)
-        for slot in self._filling.values():
+        for slot in self.fillings.all():
             assert slot.state in {SlotState.RESERVED, SlotState.QUARANTINED}, "E1"
             filling[slot.tenant] += slot.size_bytes
         for tenant in self.pool.shares:
             held = {s for slab in self.pool.slabs_of(tenant) for s in slab.slots.values()}
             assert {s for s in published if s.tenant == tenant} == held - set(
-                self._filling.values()
+                self.fillings.all()
             ), "C3"
             assert self.quota.used(tenant, Resource.PINNED_BYTES) == pinned[tenant], "C3"
             assert self.quota.used(tenant, Resource.FILLING_BYTES) == filling[tenant], "C3"
-        quarantined = [s for s in self._filling.values() if s.state is SlotState.QUARANTINED]
+        quarantined = [s for s in self.fillings.all() if s.state is SlotState.QUARANTINED]
         assert sum(slot.size_bytes for slot in quarantined) == self.quarantined_bytes, "C3"
-        owned = {slot for slots in self._by_owner.values() for slot in slots.values()}
-        assert owned == set(self._filling.values()), "C8"
+        self.fillings.check()
+
+
+def _bits(mask: int) -> list[int]:
+    """Return the columns of a mask."""
+    return [column for column in range(mask.bit_length()) if mask >> column & 1]
 
 
 def _fitting(chunks: Sequence[Chunk], left: int) -> int:
@@ -483,9 +491,3 @@ def _fitting(chunks: Sequence[Chunk], left: int) -> int:
             if left < 0:
                 return count
     return len(chunks)
-
-
-def _record(index: int, group: int, slot: Slot | None, status: Status = Status.OK) -> PlaceRecord:
-    if slot is None:
-        return (index, group, status, *NOWHERE)
-    return (index, group, status, slot.slab, slot.offset_bytes, slot.size_bytes, slot.generation)

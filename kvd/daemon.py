@@ -286,7 +286,8 @@ class Daemon:
 
     def _busy(self) -> bool:
         return any(
-            self.leases.count(owner) or self.catalog.filling_count(owner) for owner in self.sessions
+            self.leases.count(owner) or self.catalog.fillings.count(owner)
+            for owner in self.sessions
         )
 
 

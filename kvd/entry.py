@@ -23,9 +23,20 @@ from typing import TYPE_CHECKING
 from kvd.errors import InvariantError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.identity import GroupRule
     from kvd.types import Generation, OwnerId, SlabId, Tenant
     from kvd_client.identity import Layout
+
+
+ALIGN_BYTES = 4096
+"""Places begin and end at pages, so that O_DIRECT and DMA can use them."""
+
+
+def stride_of(size_bytes: int) -> int:
+    """Return the distance of two places for objects of a size."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class SlotState(Enum):
@@ -141,6 +152,7 @@ class Space:
         layout: How objects are read.
         rules: The fold's rules.
         full_mask: The mask of a chunk that has all its objects.
+        strides: Sizes of the slots that its objects need.
         prefix_only: No group but `full` and `mla`: the usable prefix ends at the first hole.
         chunks: By hash.
         sessions: Live sessions; a space without sessions and chunks is forgotten.
@@ -155,6 +167,7 @@ class Space:
         "prefix_only",
         "rules",
         "sessions",
+        "strides",
         "tenant",
     )
 
@@ -167,6 +180,7 @@ class Space:
         rules: tuple[GroupRule, ...],
     ) -> None:
         """Start empty."""
+        self.strides = frozenset(stride_of(group.object_bytes) for group in layout.groups)
         self.tenant = tenant
         self.namespace = namespace
         self.label = label
@@ -181,59 +195,150 @@ class Space:
 class Chunk:
     """A node of the prefix tree: one chunk with the objects of its groups and ranks.
 
+    It has up to two residences: objects in host slots (`mask`), and a cold copy of them all in the
+    tier below (`cold`). A million nodes may be cold only, so that what such a node does not need
+    costs it nothing: children are a linked list, slots an empty dictionary shared by all.
+
     Attributes:
         hash: Its key within the space.
         space: Where it lives.
         parent: The chunk before it; None for a first chunk.
-        children: Chunks after it that are here (a node without objects counts).
-        mask: Columns that are published.
+        first_child: Head of the list of chunks after it that are here.
+        next_sibling: See `first_child`.
+        previous_sibling: See `first_child`.
+        warm_children: Children that are warm.
+        mask: Columns that are published in host slots.
         slots: Column to slot, reserved or published.
         filling: Reserved slots among them.
         pins: Leases that name it; it stays while there is one.
         pinned_bytes: What the first pin charged.
-        size_bytes: Bytes of its published objects.
+        moves: Moves under way between the tiers; it stays while there is one.
+        size_bytes: Bytes of its objects in host slots.
+        lossy_mask: Columns in host slots that went through a lossy form.
+        cold: Place of the cold copy; None without one.
+        cold_mask: Columns of the cold copy.
+        cold_lossy: Whether the cold copy is lossy.
+        unwanted: Not to be written to the tier below.
         tick: When it was last used; larger is later.
     """
 
     __slots__ = (
-        "children",
+        "cold",
+        "cold_lossy",
+        "cold_mask",
         "filling",
+        "first_child",
         "hash",
+        "lossy_mask",
         "mask",
+        "moves",
+        "next_sibling",
         "parent",
         "pinned_bytes",
         "pins",
+        "previous_sibling",
         "size_bytes",
         "slots",
         "space",
         "tick",
+        "unwanted",
+        "warm_children",
     )
 
     def __init__(self, key: bytes, space: Space, parent: Chunk | None) -> None:
-        """Start as a node without objects."""
+        """Start as a node without objects, among its parent's children."""
         self.hash = key
         self.space = space
         self.parent = parent
-        self.children: set[Chunk] = set()
+        self.first_child: Chunk | None = None
+        self.next_sibling: Chunk | None = None
+        self.previous_sibling: Chunk | None = None
+        self.warm_children = 0
         self.mask = 0
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, Slot] = _NO_SLOTS
         self.filling = 0
         self.pins = 0
         self.pinned_bytes = 0
+        self.moves = 0
         self.size_bytes = 0
+        self.lossy_mask = 0
+        self.cold: tuple[int, int, int, int] | None = None
+        self.cold_mask = 0
+        self.cold_lossy = False
+        self.unwanted = False
         self.tick = 0
+        if parent is not None:
+            self.next_sibling = parent.first_child
+            if self.next_sibling is not None:
+                self.next_sibling.previous_sibling = self
+            parent.first_child = self
+
+    def leave(self) -> None:
+        """Leave its parent's children, at its end."""
+        assert self.first_child is None
+        if self.next_sibling is not None:
+            self.next_sibling.previous_sibling = self.previous_sibling
+        if self.previous_sibling is not None:
+            self.previous_sibling.next_sibling = self.next_sibling
+        elif self.parent is not None:
+            self.parent.first_child = self.next_sibling
+
+    def children(self) -> Iterator[Chunk]:
+        """Iterate over the chunks after it that are here."""
+        child = self.first_child
+        while child is not None:
+            yield child
+            child = child.next_sibling
+
+    def put(self, column: int, slot: Slot) -> None:
+        """Give it a slot for a column."""
+        if not self.slots:
+            self.slots = {}
+        self.slots[column] = slot
+
+    def take(self, column: int) -> None:
+        """Take the slot of a column off it."""
+        del self.slots[column]
+        if not self.slots:
+            self.slots = _NO_SLOTS
+
+    @property
+    def warm(self) -> bool:
+        """It, or a chunk after it, has something in host slots."""
+        return bool(self.mask or self.filling or self.warm_children)
 
     @property
     def evictable(self) -> bool:
-        """A leaf with objects that nobody holds or fills."""
-        return bool(self.mask) and not (self.children or self.pins or self.filling)
+        """Has objects in host slots, and nobody holds, fills, moves or depends on them there."""
+        return bool(self.mask) and not (
+            self.warm_children or self.pins or self.filling or self.moves
+        )
+
+    @property
+    def clean(self) -> bool:
+        """Whether the cold copy has all that its host slots have."""
+        return not self.mask & ~self.cold_mask
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is a reason for the node to be in the tree."""
+        return bool(
+            self.mask
+            or self.filling
+            or self.pins
+            or self.moves
+            or self.cold is not None
+            or self.first_child is not None
+        )
 
     def check(self) -> None:
-        """Recount one node of the tree (the catalog's T1 to T3)."""
+        """Recount one node of the tree (the catalog's T1 to T4)."""
         parent = self.parent
-        assert self.mask or self.filling or self.pins or self.children, "T2"
+        assert self.needed, "T2"
         assert parent is None or parent.space.chunks.get(parent.hash) is parent, "T1"
-        assert parent is None or self in parent.children, "T1"
+        assert parent is None or any(child is self for child in parent.children()), "T1"
+        assert self.warm_children == sum(child.warm for child in self.children()), "T4"
+        assert (self.cold is None) == (not self.cold_mask), "T4"
         mask = filling = size_bytes = 0
         for column, slot in self.slots.items():
             assert slot.chunk is self, "T3"
@@ -242,5 +347,10 @@ class Chunk:
             mask |= (slot.state is SlotState.PUBLISHED) << column
             filling += slot.state is SlotState.RESERVED
             size_bytes += slot.size_bytes if slot.state is SlotState.PUBLISHED else 0
+        assert not self.lossy_mask & ~mask, "T3"
         assert size_bytes == self.size_bytes, "T3"
         assert (mask, filling) == (self.mask, self.filling), "T3"
+
+
+_NO_SLOTS: dict[int, Slot] = {}
+"""Stands for no slots; `Chunk.put` replaces it, and nothing is ever put into it."""

@@ -1,10 +1,7 @@
-"""Which chunk goes first: leaf-first LRU. Pure.
+"""An order of chunks by their last use. Pure.
 
-Only leaves of the prefix tree are candidates, so a shared ancestor outlives what depends on it.
-When a leaf goes, its parent inherits its tick if that is later: a chain's recency is that of its
-latest use, however its ancestors came by it.
-
-P1. Every evictable chunk has an entry with its present tick; other entries are stale and skipped.
+P1. Whoever keeps chunks here offers one again whenever it comes to satisfy `valid`, or is used
+    while it does; entries with another tick, or that do not satisfy it any more, are skipped.
 """
 
 from __future__ import annotations
@@ -13,24 +10,31 @@ import heapq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.entry import Chunk
 
 
 class LeafLru:
-    """Evictable chunks in the order of their last use."""
+    """Chunks that satisfy a condition, least lately used first."""
 
     SLACK = 1024
     """Stale entries allowed beyond as many as there were live ones at the last clean-up."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, valid: Callable[[Chunk], bool]) -> None:
+        """Start empty.
+
+        Args:
+            valid: The condition; looked at when a chunk comes up.
+        """
+        self._holds = valid
         self._heap: list[tuple[int, int, Chunk]] = []
         self._serial = 0
         self._bound = self.SLACK
 
     def offer(self, chunk: Chunk) -> None:
-        """Take in a chunk that has become evictable, or was used while it was (P1)."""
-        assert chunk.evictable  # P1
+        """Take in a chunk that satisfies the condition (P1)."""
+        assert self._holds(chunk)  # P1
         self._serial += 1
         heapq.heappush(self._heap, (chunk.tick, self._serial, chunk))
         if len(self._heap) > self._bound:
@@ -39,13 +43,12 @@ class LeafLru:
             heapq.heapify(self._heap)
             self._bound = 2 * len(self._heap) + self.SLACK
 
-    @staticmethod
-    def _valid(entry: tuple[int, int, Chunk]) -> bool:
+    def _valid(self, entry: tuple[int, int, Chunk]) -> bool:
         tick, _, chunk = entry
-        return chunk.tick == tick and chunk.evictable
+        return chunk.tick == tick and self._holds(chunk)
 
     def victim(self) -> Chunk | None:
-        """Return the evictable chunk used longest ago, without removing it."""
+        """Return the chunk used longest ago, without removing it."""
         while self._heap and not self._valid(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None

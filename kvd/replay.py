@@ -51,7 +51,7 @@ class Tier:
             self.policy.evictable(block)
 
     def store(self, request: Request[int]) -> None:
-        """Take in what is missing of a chain, root side first."""
+        """Take in what is missing of a chain, root side first; by R1 that is its end."""
         parents, children, policy = self.parents, self.children, self.policy
         above: int | None = None
         last: int | None = None
@@ -65,7 +65,7 @@ class Tier:
                         policy.held(above)
                 last = block
             above = block
-        if last is not None and not children.get(last):
+        if last is not None:
             policy.evictable(last)
 
     def shrink(self) -> Iterator[int]:

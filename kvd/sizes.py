@@ -61,5 +61,5 @@ def about(size_bytes: float) -> str:
         if abs(amount) < 1000:  # noqa: PLR2004 - so that three digits are enough
             break
         amount, unit = amount / KIB, larger
-    places = 0 if unit == "B" or abs(amount) >= 100 else 1 if abs(amount) >= 10 else 2  # noqa: PLR2004
+    places = 0 if unit == "B" or abs(amount) >= 99.95 else 1 if abs(amount) >= 9.995 else 2  # noqa: PLR2004
     return f"{amount:.{places}f} {unit}"

@@ -49,7 +49,7 @@ def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
             "label": session.caller.space.label if session.caller else "",
             "rank": session.caller.rank if session.caller else 0,
             "leases": daemon.leases.count(session.owner),
-            "filling": daemon.catalog.filling_count(session.owner),
+            "filling": daemon.catalog.fillings.count(session.owner),
         }
         for session in list(daemon.sessions.values())[:LISTED_MAX]
     ]

@@ -26,6 +26,10 @@ PACKAGES: Final = {"kvd": ROOT / "kvd", "kvd_client": ROOT / "client" / "kvd_cli
 PURE: Final = frozenset(
     {
         "kvd.catalog",
+        "kvd.eviction",
+        "kvd.filling",
+        "kvd.places",
+        "kvd.cost",
         "kvd.cost",
         "kvd.entry",
         "kvd.errors",

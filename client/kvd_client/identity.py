@@ -197,6 +197,15 @@ class Layout(NamedTuple):
         before = sum(self.shards(earlier) for earlier in range(group))
         return before + (rank // self.tp if self.groups[group].kind == "mla" else rank)
 
+    def group_of(self, column: int) -> int:
+        """Return the group whose objects a column is among."""
+        for group in range(len(self.groups)):
+            column -= self.shards(group)
+            if column < 0:
+                return group
+        msg = "no such column"
+        raise ValueError(msg)
+
     @property
     def columns(self) -> int:
         """Objects a chunk has over all groups and ranks."""

@@ -1,6 +1,6 @@
 """FP8: e4m3fn codes with one power-of-two scale a plane (layer, K or V) and head.
 
-    stored value = code * 2**e,  e = -floor(log2(448 / largest finite magnitude of the head)), about
+    value = code * 2**e,  e the least with which the head's largest finite value does not saturate
 
 A power of two costs no accuracy: FP8's relative error does not depend on the scale while nothing
 saturates and little falls below its normal range, which spans 2**-6 to 448 under the largest value.

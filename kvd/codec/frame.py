@@ -22,7 +22,7 @@ Invariants:
 
 F1. Nothing is allocated or read by a number of the header before it equals what the object's shape
     demands: the header cannot ask for memory.
-F2. The sizes add up to the frame's length, so no byte of it is unaccounted for.
+F2. The sizes add up to the frame's length.
 
 Pure; any thread.
 """

@@ -130,6 +130,8 @@ def compress(plane: Bytes, out: Bytes) -> tuple[int, int]:
 def decompress(stored: memoryview, plane: Bytes) -> int:
     """Decompress one byte plane into `plane`, which it must fill exactly (Z2).
 
+    What follows the zstd frame in `stored` is not looked at.
+
     Args:
         stored: The zstd frame; not trusted.
         plane: (n,) uint8, overwritten; void after an error.
@@ -151,9 +153,8 @@ def decompress(stored: memoryview, plane: Bytes) -> int:
             raise CorruptFrame("a byte plane wants a dictionary")
         with _thread.decompressor.stream_reader(stored) as reader:
             size = reader.readinto(plane)
-            more = reader.readinto(bytearray(1))
     except _thread.error as error:
         raise CorruptFrame("a byte plane that zstd cannot read") from error
-    if size != len(plane) or more:
+    if size != len(plane):
         raise CorruptFrame("a byte plane of another length than it declares")
     return time.perf_counter_ns() - started

@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvd.lease import Lease
+from kvd.places import places_of
 from kvd.quota import Resource
 from kvd.types import Generation, LeaseId, OwnerId, Tenant
 from kvd_client import wire
@@ -142,7 +143,7 @@ class Dispatcher:
         self._leases.add(lease)
         places = []
         if reading:
-            places = self._catalog.places(caller.space, chunks, first, caller.rank)
+            places = places_of(caller.space.layout, chunks, first, caller.rank)
         self._counters.acquires += 1
         self._counters.chunks_acquired += len(chunks)
         self._counters.bytes_acquired += sum(place[5] for place in places)
@@ -234,7 +235,7 @@ class Dispatcher:
         """
         self.let_go(self._leases.leave(owner, dead=dead))
         self._catalog.abandon(owner, dead=dead)
-        return bool(self._leases.count(owner) or self._catalog.filling_count(owner))
+        return bool(self._leases.count(owner) or self._catalog.fillings.count(owner))
 
 
 def _no_lease(request: int, first: int, status: Status) -> wire.AcquireReply:

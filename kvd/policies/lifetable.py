@@ -346,12 +346,13 @@ class LifeTable(Generic[B]):
         """Recount S1 to S5."""
         self._table.check()
         assert self._resident <= self._segments.keys(), "S5"
+        line = set(self._line)
         counts: dict[_Segment[B], int] = {}
         for block, segment in self._segments.items():
             counts[segment] = counts.get(segment, 0) + 1
             assert block in segment.blocks, "S1"
             if block not in self._resident:
-                assert segment.in_line, "S4"
+                assert segment in line, "S4"
         for age, queue in enumerate(self._queues):
             born = [segment.born_ns for segment in queue]
             assert born == sorted(born), "S2"
@@ -360,8 +361,8 @@ class LifeTable(Generic[B]):
                 assert segment.known == counts.pop(segment, 0), "S1"
                 self._check_cells(segment)
         assert not counts, "S2"
-        assert len(set(self._line)) == len(self._line), "S4"
-        assert all(segment.in_line for segment in self._line), "S4"
+        assert len(line) == len(self._line), "S4"
+        assert all(segment.in_line for segment in line), "S4"
 
     def _check_cells(self, segment: _Segment[B]) -> None:
         kind = segment.kind

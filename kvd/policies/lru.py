@@ -80,11 +80,10 @@ class LeafLru(Generic[B]):
     def removed(self, block: B) -> None:
         """Forget a block; its parent inherits its last use."""
         use = self._uses.pop(block)
-        above = self._uses.get(use.parent) if use.parent is not None else None
-        if above is not None and use.parent is not None and above.serial < use.serial:
+        above = None if use.parent is None else self._uses.get(use.parent)
+        if above is not None and above.serial < use.serial:
+            assert not above.evictable  # B3: it had a child until now
             above.serial, above.used_ns = use.serial, use.used_ns
-            if above.evictable:
-                self._push(use.parent, above)
 
     def victim(self) -> B | None:
         """Return the evictable block used longest ago."""

@@ -12,6 +12,8 @@ X1. One thread uses an open environment: the caller's until `open` has ended, th
 X2. Synchronous commits only, no writemap, a map size fixed at start.
 X3. What a commit names was durable before the commit began (the caller syncs first). After a commit
     that raised, nothing of it is visible to this process.
+X5. After a failed sync of a region no record of that use of it is committed any more, also those
+    written before the failure and synced "successfully" after it.
 X4. This process opens only a file that it made itself, or whose checksum is that of the clean mark;
     all else goes through a child process (`_index_copy.py`).
 """
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvd.tiers.region import Row
+    from kvd.tiers.threads import Watch
 
 T = TypeVar("T")
 
@@ -59,6 +62,10 @@ class IndexBroken(Exception):
     """The environment cannot be used any more: close it, reopen it, or rebuild it."""
 
 
+class SyncFailed(OSError):
+    """A region could not be synced; told from a write that failed."""
+
+
 class Change(NamedTuple):
     """One key to be put (`value`) or deleted (None).
 
@@ -72,10 +79,10 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """What one transaction does, in this order: meta, spaces, rows."""
+    """What one transaction does: meta, spaces (None: forget it), rows in their order."""
 
     rows: list[Change] = field(default_factory=list)
-    spaces: dict[bytes, bytes] = field(default_factory=dict)
+    spaces: dict[bytes, bytes | None] = field(default_factory=dict)
     meta: dict[bytes, bytes] = field(default_factory=dict)
 
 
@@ -158,9 +165,7 @@ def lmdb_error(error: lmdb.Error) -> Exception:
     """Say what an LMDB error means for us."""
     if isinstance(error, lmdb.MapFullError):
         return IndexFull("the index has no room left: raise [nvme] index_bytes")
-    if isinstance(error, lmdb.DiskError):
-        return IndexFailed(f"index: {error}")
-    if type(error) is lmdb.Error:  # an errno of the system: EIO, ENOSPC
+    if isinstance(error, lmdb.DiskError) or type(error) is lmdb.Error:  # an errno: EIO, ENOSPC
         return IndexFailed(f"index: {error}")
     return IndexBroken(f"index: {error}")
 
@@ -218,13 +223,18 @@ class LmdbIndex:
             with self._env.begin(write=True) as txn:
                 for key, value in changes.meta.items():
                     txn.put(key, value, db=self._meta)
-                for key, value in changes.spaces.items():
-                    txn.put(key, value, db=self._spaces)
+                for key, blob in changes.spaces.items():
+                    if blob is None:
+                        txn.delete(key, db=self._spaces)
+                    else:
+                        txn.put(key, blob, db=self._spaces)
                 for change in changes.rows:
                     old = _row(change.key, txn.get(change.key, db=self._rows))
                     if change.value is not None:
                         txn.put(change.key, change.value, db=self._rows)
-                    elif not change.generation or old is None or old.generation == change.generation:
+                    elif (
+                        not change.generation or old is None or old.generation == change.generation
+                    ):
                         txn.delete(change.key, db=self._rows)
                     else:
                         old = None
@@ -327,6 +337,14 @@ class Job:
     withdrawn: bool = False
     done: Future[list[Row | None]] = field(default_factory=Future)
 
+    def __post_init__(self) -> None:
+        """Keep a waiter that leaves from cancelling the future under the thread."""
+        self.done.set_running_or_notify_cancel()
+
+    def withdraw(self) -> None:
+        """Leave this out if its transaction has not begun; any thread."""
+        self.withdrawn = True
+
 
 class Withdrawn(Exception):
     """The caller of a job left before its transaction began."""
@@ -344,6 +362,7 @@ class IndexThread:
         executor: Executor,
         sync: Callable[[int], None],
         relieve: Callable[[], None],
+        watch: Watch,
     ) -> None:
         """Take over an open index.
 
@@ -352,7 +371,9 @@ class IndexThread:
             executor: Of one thread.
             sync: Makes a region durable; raises OSError.
             relieve: Frees what is kept for a full disk; called before deletes are tried again.
+            watch: Told of each sync and transaction.
         """
+        self._watch = watch
         self._index = index
         self._executor = executor
         self._sync = sync
@@ -360,6 +381,7 @@ class IndexThread:
         self._guard = threading.Lock()
         self._waiting: list[Job] = []
         self._running = False
+        self._condemned: dict[int, OSError] = {}
         self.commits = 0
         self.jobs = 0
 
@@ -412,11 +434,20 @@ class IndexThread:
             self._commit(ready)
 
     def _try_sync(self, region: int) -> OSError | None:
-        try:
-            self._sync(region)
-        except OSError as error:
-            return error
-        return None
+        """Sync a region. One that failed once fails for good: its pages may be marked clean (X5)."""
+        error = self._condemned.get(region)
+        if error is None:
+            try:
+                with self._watch:
+                    self._sync(region)
+            except OSError as failure:
+                error = SyncFailed(failure.errno, failure.strerror)
+                self._condemned[region] = error
+        return error
+
+    def pardon(self, region: int) -> None:
+        """Let a region that begins anew be synced again; before its first job."""
+        self._condemned.pop(region, None)
 
     def _commit(self, batch: list[Job]) -> None:
         """Commit all; if that fails, the jobs that only delete once more, in the room they make."""
@@ -437,7 +468,8 @@ class IndexThread:
             joined.spaces |= job.changes.spaces
             joined.meta |= job.changes.meta
         try:
-            olds = iter(self._index.commit(joined))
+            with self._watch:
+                olds = iter(self._index.commit(joined))
         except (IndexFull, IndexFailed, IndexBroken) as error:
             return error
         self.commits += 1

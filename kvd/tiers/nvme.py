@@ -1,130 +1,619 @@
 """The NVMe store: bundles written once, durable when acknowledged, verified when read.
 
-THIS IS THE INTERFACE; bodies follow.
+Order (C5): record written -> its region synced (the directory too, for a new file) -> index commit
+-> `write` returns. Reclaim: keys deleted and committed -> the region opened anew.
 
-Order (C5): record written -> fdatasync of its region -> (directory synced, for a new file) -> index
-commit -> `write` returns. Reclaim: keys deleted and committed -> the region is reused, under a new
-incarnation.
+Invariants:
 
-All methods are for the loop's thread, but for `open`, which blocks and comes before the first.
+N1. `write` returns only after the commit that names the record, which began only after the record
+    was durable.
+N2. `read` returns only bytes whose record passed D1, for exactly the bundle asked for.
+N3. A region is opened anew only after the commit that deleted its keys, and with nobody in it (E1).
+N4. A buffer given to a call belongs to the store until that call has returned or raised, also when
+    it was cancelled (K1).
+N5. Whatever fails, it fails as a TierError; an OSError or an LMDB error never leaves this module.
+
+The loop's thread is the only one for every method, but for `open`, which blocks and comes first.
+I/O runs in `nvme-N` threads, the index in `index-1`. What a failure does: `health.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvd.tiers.disk import Corrupt, NoSpace, TierBusy, TierError, TierFailed
-from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref, Space
+from kvd import log
+from kvd.tiers import recover
+from kvd.tiers.disk import (
+    BLOCK,
+    FULL_ERRNOS,
+    Corrupt,
+    Disk,
+    NoSpace,
+    RealDisk,
+    TierBusy,
+    TierError,
+    TierFailed,
+    aligned_memory,
+    read_all,
+    replace_file,
+    write_all,
+)
+from kvd.tiers.extents import Extents, Region, RegionState
+from kvd.tiers.health import Health
+from kvd.tiers.index import (
+    Change,
+    Changes,
+    Index,
+    IndexBroken,
+    IndexFailed,
+    IndexFull,
+    IndexPlace,
+    IndexThread,
+    Job,
+    LmdbPlace,
+    Withdrawn,
+)
+from kvd.tiers.nvme_types import LiveKey, NvmeConfig, NvmeCounters, Opened, Victim
+from kvd.tiers.region import (
+    FORM_RAW,
+    KEY_BYTES,
+    SPACE_KEY_BYTES,
+    BadRecord,
+    Bundle,
+    Origin,
+    Part,
+    Plan,
+    Ref,
+    RegionHeader,
+    Row,
+    Space,
+    encode_region,
+    encode_row,
+    plan_record,
+    planned_row,
+)
+from kvd.tiers.threads import Calls, Inflight, Watch, settled
+from kvd.tiers.transfer import Loaded, Want, read_bundle, write_record
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Executor, Future
 
     from _typeshed import WriteableBuffer
 
-__all__ = ["FORM_RAW", "Bundle", "Corrupt", "NoSpace", "NvmeConfig", "NvmeStore", "Part", "Ref",
-           "Space", "TierBusy", "TierError", "TierFailed"]
+__all__ = [
+    "FORM_RAW",
+    "Bundle",
+    "Corrupt",
+    "LiveKey",
+    "Loaded",
+    "NoSpace",
+    "NvmeConfig",
+    "NvmeStore",
+    "Opened",
+    "Part",
+    "Ref",
+    "Space",
+    "TierBusy",
+    "TierError",
+    "TierFailed",
+    "Victim",
+    "aligned_memory",
+]
 
-EntryRow = tuple[bytes, bytes, bytes, bytes, int, int, int, int, int, int, int]
-"""Of `Opened.entries`, in this order:
-(space_key 16 B, chunk 32 B, parent 32 B, mask 32 B little-endian bit set of columns,
- region, form or FORM_MIXED, offset_bytes, length_bytes, generation, stored_bytes, hint).
-Ref(row[4], row[6], row[7], row[8]) is its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class NvmeConfig:
-    """What an operator may choose; defaults are meant to be right."""
-
-    directory: Path
-    capacity_bytes: int
-    region_bytes: int = 256 << 20
-    threads: int = 4
-    index_bytes: int = 0          # LMDB map, fixed; 0: from the capacity
-    writes_max: int = 64          # in flight; more is TierBusy
-    reads_max: int = 256
-    slow_s: float = 1.0           # an operation older than this makes the tier slow
-    probe_s: float = 2.0          # between two attempts to open a closed tier
-    spare_regions: int = 1        # only for rewrites before a reclaim
-    direct: bool = True           # O_DIRECT where the file system has it
-
-
-class Opened(NamedTuple):
-    """What `open` found."""
-
-    spaces: dict[bytes, Space]            # by 16-byte key
-    entries: Iterator[EntryRow]           # once, before the first other call
-    report: object                        # RecoveryReport: counts, how, seconds, notes
-
-
-class Loaded(NamedTuple):
-    """One object read and verified."""
-
-    form: int
-    raw_bytes: int
-    stored: memoryview                    # the caller's buffer, trimmed, or memory of its own
-
-
-class Victim(NamedTuple):
-    """A region that may be reclaimed; sorted by what reclaiming it costs."""
-
-    region: int
-    live_bytes: int
-    live_count: int
-    garbage_bytes: int
-
-
-class LiveKey(NamedTuple):
-    space_key: bytes
-    chunk: bytes
-    ref: Ref
+_LOG = log.get("nvme")
+CLOSE_S: Final = 30.0
+"""How long `close` waits for calls under way."""
 
 
 class NvmeStore:
-    """See above."""
+    """A store of bundles in a directory of its own."""
 
-    def __init__(self, config: NvmeConfig, loop: asyncio.AbstractEventLoop, *, disk: object = None) -> None: ...
+    def __init__(
+        self,
+        config: NvmeConfig,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        disk: Disk | None = None,
+        place: IndexPlace | None = None,
+        pools: tuple[Executor, Executor] | None = None,
+    ) -> None:
+        """Plan; nothing is touched before `open`.
+
+        Args:
+            config: Sizes and wishes.
+            loop: The loop of every later call.
+            disk: The host's files, or a simulation of them.
+            place: Where the index is kept; LMDB in the directory.
+            pools: For payload I/O, and one thread for the index; the store's own when left out.
+        """
+        self.config = config
+        self.counters = NvmeCounters()
+        self.health = Health(config, self.counters)
+        self.reading = Inflight()
+        self.writing = Inflight()
+        self._loop = loop
+        self._disk: Disk = disk or RealDisk()
+        self._place = place or LmdbPlace(self._disk, config.directory, config.map_bytes)
+        self._pool, self._index_pool = pools or (
+            ThreadPoolExecutor(config.threads, thread_name_prefix="nvme"),
+            ThreadPoolExecutor(1, thread_name_prefix="index"),
+        )
+        self._watch = Watch()
+        self._calls = Calls(loop, self._pool, self._watch)
+        self._rolling = asyncio.Lock()
+        self._sequence = 0
+
+    # ---------------------------------------------------------------- start and end
 
     def open(self) -> Opened:
-        """Recover and open; blocks. StartError: in use, another format, unusable directory."""
+        """Recover and open for use; blocks.
 
-    async def write(self, bundle: Bundle, *, rewrite: bool = False) -> Ref:
-        """Durable when it returns; an existing key is replaced (old place becomes garbage).
-
-        `rewrite` may use the spare region (for saving hot keys before a reclaim).
-        The parts' buffers belong to the store until this returns or raises, also when cancelled:
-        a cancelled call returns only after the thread has let go. Whether a cancelled or failed
-        write is in the index is not known; delete it if it must not be.
-        Raises TierBusy, NoSpace, TierFailed; the key's earlier bundle, if any, is then still good.
+        Raises:
+            StartError: In use, of another format or region size, or an unusable directory; the text
+                says what to change. Nothing is held.
         """
-
-    async def read(self, ref: Ref, space: Space, chunk: bytes, parent: bytes,
-                   into: Mapping[int, WriteableBuffer | None]) -> dict[int, Loaded]:
-        """Read and verify the columns named in `into`.
-
-        A raw object (form FORM_RAW) goes straight into its buffer if one is given (page-aligned
-        for O_DIRECT, else by a bounce buffer; at least raw_bytes long, or ValueError); all else
-        comes back in memory of its own. On any error the given buffers hold rubbish.
-        Raises Corrupt, TierBusy, TierFailed. Buffers: as in `write`.
-        """
-
-    async def delete(self, keys: Iterable[tuple[bytes, bytes, int]]) -> int:
-        """Retract (space_key, chunk, generation) durably; 0 as generation: whichever is there."""
-
-    def reclaim_candidates(self) -> list[Victim]: ...
-
-    async def live_keys(self, region: int) -> list[LiveKey]: ...
-
-    async def reclaim(self, region: int) -> list[LiveKey]:
-        """Delete what still lives there, commit, free the region; returns what was deleted."""
-
-    def tick(self) -> None:
-        """Call every 0.2 s or so: stall watchdog, probe that reopens, rates."""
+        config = self.config
+        found = recover.recover(
+            self._disk,
+            self._place,
+            config.directory,
+            regions=config.regions,
+            region_bytes=config.region_bytes,
+            spare=config.spare_regions,
+            direct=config.direct,
+        )
+        self._lock = found.lock
+        self._uuid = found.identity.uuid
+        self._life = found.life
+        self._direct = found.report.direct
+        self.extents: Extents = found.extents
+        self._spaces = set(found.spaces)
+        self._index = IndexThread(
+            found.index, self._index_pool, self._sync, self._relieve, self._watch
+        )
+        self.health.begin()
+        _LOG.info("nvme open", how=found.report.how, entries=found.report.entries)
+        entries: Iterator[Any] = recover.entries_of(found.batches)
+        return Opened(found.spaces, entries, found.report)
 
     async def close(self) -> None:
-        """Refuse new work, wait for what is in flight, commit, clean mark, let go."""
+        """Refuse new work, wait for what is under way, close the index, mark it clean, let go.
 
-    # state: "open" | "slow: ..." | "closed: reason"; writable: bool; free_regions; used_bytes;
-    # live_bytes; garbage_bytes; counters; stats() -> dict for the page
+        Waits for CLOSE_S at most; what still hangs then keeps its thread and its file.
+        """
+        self.health.end("closing")
+        deadline = self._loop.time() + CLOSE_S
+        while self._busy() and self._loop.time() < deadline:  # noqa: ASYNC110 - a drain
+            await asyncio.sleep(0.005)
+        hangs = self._busy()
+        if not hangs:
+            await settled(self._loop, self._index.call(self._finish))
+            for region in self.extents.regions.values():
+                if region.handle >= 0:
+                    self._disk.close(region.handle)
+            self._disk.close(self._lock)
+        self._pool.shutdown(wait=not hangs)
+        self._index_pool.shutdown(wait=not hangs)
+        self.health.end("closed")
+
+    def _busy(self) -> bool:
+        return bool(
+            self.reading.depth or self.writing.depth or self.health.probing or self._index.depth
+        )
+
+    def _finish(self, index: Index) -> None:
+        """Close the index and write the clean mark; in the index's thread."""
+        mark = index.close()
+        if mark and not self.health.index_broken:
+            try:
+                content = recover.encode_clean(self._uuid, mark)
+                replace_file(self._disk, self.config.directory / "clean", content)
+            except OSError as error:
+                _LOG.warning("nvme not marked clean", why=error.strerror)
+
+    # ---------------------------------------------------------------- writing
+
+    async def write(self, bundle: Bundle, *, rewrite: bool = False) -> Ref:
+        """Store a bundle; it is durable when this returns. A key that is there is replaced.
+
+        Args:
+            bundle: Its buffers belong to the store until this returns or raises (N4).
+            rewrite: May use the spare regions: for saving bundles from a region to be reclaimed.
+
+        Raises:
+            ValueError: The bundle breaks a rule, or is larger than a region.
+            TierBusy: Too much is under way, or the disk stalls.
+            NoSpace: No region is free, or the file system is full.
+            TierFailed: Not written, or closed.
+            asyncio.CancelledError: As ever; the bundle may be durable all the same.
+
+        After an error the key's earlier bundle, if there was one, is still good; unless the error
+        was the transaction's or a cancellation, what is read after a restart may be either.
+        """
+        plan = plan_record(bundle)
+        if plan.length_bytes > self.config.region_bytes - BLOCK:
+            raise ValueError("the bundle is larger than a region")
+        self.health.admit(self.writing.depth)
+        self.writing.begin(self._loop.time())
+        moved = 0
+        try:
+            region, offset = await self._room(plan.length_bytes, rewrite=rewrite)
+            try:
+                ref = await self._write(bundle, plan, region, offset)
+            finally:
+                self.extents.leave(region, writer=True)
+            moved = plan.length_bytes
+        finally:
+            self.writing.end(self._loop.time(), moved)
+        self.health.worked()
+        self.counters.writes += 1
+        self.counters.write_bytes += plan.length_bytes
+        return ref
+
+    def _next(self) -> int:
+        """Return a generation, or incarnation, that was never used (D2)."""
+        self._sequence += 1
+        assert self._sequence < 1 << recover.LIFE_SHIFT
+        return self._life << recover.LIFE_SHIFT | self._sequence
+
+    async def _room(self, length_bytes: int, *, rewrite: bool) -> tuple[Region, int]:
+        """Take room in a region; opens the next one when it must."""
+        while True:
+            place = self.extents.place(length_bytes, rewrite=rewrite)
+            if place is not None:
+                return place
+            async with self._rolling:
+                if not self.extents.fits(length_bytes, rewrite=rewrite):
+                    await self._roll(rewrite=rewrite)
+
+    async def _roll(self, *, rewrite: bool) -> None:
+        """Open a region for appending; under the lock. The one before is sealed."""
+        region = self.extents.take_free(rewrite=rewrite, grow=self.health.grow)
+        if region is None:
+            self.counters.refused_space += 1
+            raise NoSpace("no NVMe region is free: reclaim one")
+        fresh = region.handle < 0
+        header = RegionHeader(self._uuid, region.id, self.config.region_bytes, self._next())
+        opened = False
+        try:
+            await self._calls.run(self._prepare, region, header)
+            self.extents.open(region, header.incarnation, rewrite=rewrite)
+            opened = True
+        except OSError as error:
+            now = self._loop.time()
+            if fresh and error.errno in FULL_ERRNOS:
+                raise self.health.no_room(now) from error
+            raise self.health.failed(error, now) from error
+        finally:
+            if not opened:
+                self.extents.put_back(region)
+
+    def _prepare(self, region: Region, header: RegionHeader) -> None:
+        """Make the file if it is not there, and begin a new use of it; in a thread.
+
+        Nobody else has the region meanwhile. The header needs no sync of its own: that of the first
+        record covers it.
+        """
+        path = recover.region_path(self.config.directory, region.id)
+        handle = region.handle
+        fresh = handle < 0
+        if fresh:
+            self._disk.unlink(path)
+            self._disk.close(self._disk.open(path, create=True))
+            handle = self._disk.open(path, direct=self._direct)
+        try:
+            if fresh:
+                self._disk.allocate(handle, self.config.region_bytes)
+            block = aligned_memory(BLOCK)
+            block[:] = encode_region(header)
+            write_all(self._disk, handle, [block], 0)
+            if fresh:
+                self._disk.fsync_dir(path.parent)
+        except OSError:
+            if fresh:
+                self._disk.close(handle)
+                self._disk.unlink(path)
+            raise
+        self._index.pardon(region.id)
+        region.handle = handle
+
+    async def _write(self, bundle: Bundle, plan: Plan, region: Region, offset: int) -> Ref:
+        assert region.incarnation is not None
+        origin = Origin(self._uuid, region.id, region.incarnation, self._next())
+        try:
+            await self._calls.run(
+                write_record, self._disk, region.handle, offset, bundle, plan, origin
+            )
+        except OSError as error:
+            self.extents.seal(region)
+            raise self.health.failed(error, self._loop.time()) from error
+        row = planned_row(bundle, plan, origin, offset)
+        changes = Changes([Change(row.key, encode_row(row)[KEY_BYTES:])])
+        if row.space_key not in self._spaces:
+            changes.spaces[row.space_key] = plan.space_blob
+        await self._commit(changes, region, row)
+        return row.ref
+
+    async def _commit(
+        self, changes: Changes, region: Region | None = None, row: Row | None = None
+    ) -> list[Row | None]:
+        """Hand changes to the index's thread; account for them when they are durable (N1)."""
+        job = Job(changes, None if region is None else region.id)
+        job.done.add_done_callback(partial(self._calls.deliver, partial(self._committed, job, row)))
+        self._index.submit(job)
+        try:
+            return await settled(self._loop, job.done, job.withdraw)
+        except Withdrawn as error:
+            raise TierFailed("the call was withdrawn") from error
+        except (OSError, IndexFull, IndexFailed, IndexBroken) as error:
+            if region is not None and isinstance(error, OSError):
+                self.extents.seal(region)
+            raise self.health.failed(error, self._loop.time()) from error
+
+    def _committed(self, job: Job, row: Row | None, done: Future[list[Row | None]]) -> None:
+        """Account for a commit, in the order of commits, whether anybody still waits or not."""
+        if done.exception() is not None:
+            return
+        for old in done.result():
+            self.extents.remove(old)
+        if row is not None:
+            self.extents.add(row)
+        self._spaces.update(job.changes.spaces)
+
+    # ---------------------------------------------------------------- reading
+
+    async def read(
+        self,
+        ref: Ref,
+        space: Space,
+        chunk: bytes,
+        parent: bytes,
+        into: Mapping[int, WriteableBuffer | None],
+    ) -> dict[int, Loaded]:
+        """Read and verify the objects of a bundle whose columns are named in `into`.
+
+        Args:
+            ref: Where it is.
+            space: Whose it must be (its label and layout fields don't count).
+            chunk: Which it must be (N2).
+            parent: What must come before it.
+            into: By column, a buffer for a raw object (page-aligned, else it takes a copy more;
+                at least as long as the object), or None. What is not raw, or has no buffer, comes
+                back in memory of its own. The buffers belong to the store until the call ends (N4).
+
+        Raises:
+            Corrupt: Something else lies there, or it is damaged: a miss; delete the key.
+            TierBusy: Too many reads are under way.
+            TierFailed: The disk failed; it may be read later.
+            ValueError: A buffer is too short, or read-only.
+
+        After an error the buffers hold rubbish.
+        """
+        if self.health.reason == "closed":
+            raise TierFailed("the NVMe tier is closed")
+        if self.reading.depth >= self.config.reads_max:
+            self.counters.refused_busy += 1
+            raise TierBusy("the NVMe tier takes no more reads for now")
+        region = self.extents.regions.get(ref.region)
+        if region is None or not region.holds(ref.generation):
+            self.counters.gone += 1
+            raise Corrupt("the bundle's place was given up")
+        known = region.incarnation is not None
+        origin = Origin(self._uuid, region.id, region.incarnation or 0, ref.generation)
+        want = Want(origin, known, ref, space, chunk, parent)
+        region.users += 1
+        self.reading.begin(self._loop.time())
+        moved = 0
+        try:
+            loaded = await self._calls.run(read_bundle, self._disk, region.handle, want, into)
+            moved = sum(item.stored.nbytes for item in loaded.values())
+        except BadRecord as error:
+            self.counters.corrupt += 1
+            _LOG.limited("nvme record refused", why=str(error))
+            raise Corrupt(str(error)) from error
+        except OSError as error:
+            self.counters.errors_read += 1
+            raise TierFailed(f"NVMe read: {error.strerror}") from error
+        finally:
+            self.reading.end(self._loop.time(), moved)
+            self.extents.leave(region)
+        self.counters.reads += 1
+        self.counters.read_bytes += moved
+        return loaded
+
+    # ---------------------------------------------------------------- deleting
+
+    async def delete(self, keys: Iterable[tuple[bytes, bytes, int]]) -> int:
+        """Delete keys durably; return how many there were. Works on a full disk, and when closed.
+
+        Args:
+            keys: (space key, chunk, generation); 0 as the generation: whichever is there, otherwise
+                that one only. A write of the same key that has not returned may still come after.
+
+        Raises:
+            TierFailed, NoSpace: The transaction failed; after a restart they may be there or not.
+        """
+        changes = [Change(space + chunk, None, gen) for space, chunk, gen in keys]
+        if not changes:
+            return 0
+        if self.health.reason == "closed":
+            raise TierFailed("the NVMe tier is closed")
+        olds = await self._commit(Changes(changes))
+        count = sum(old is not None for old in olds)
+        self.counters.deletes += count
+        return count
+
+    def reclaim_candidates(self) -> list[Victim]:
+        """Return the sealed regions without writes under way, those with the least to lose first.
+
+        With no such region, those being appended to: reclaiming one seals it.
+        """
+        held = [region for region in self.extents.held() if not region.writers]
+        sealed = [region for region in held if region.state is RegionState.SEALED]
+        victims = [
+            Victim(r.id, r.live_bytes, r.live_count, r.tail_bytes - BLOCK - r.live_bytes)
+            for r in sealed or held
+        ]
+        return sorted(victims, key=lambda victim: (victim.live_bytes, victim.region))
+
+    async def live_keys(self, region: int) -> list[LiveKey]:
+        """Return what lies in a region and counts; empty for one that holds nothing.
+
+        Raises:
+            TierFailed: The index does not answer.
+        """
+        use = self.extents.regions[region]
+        keys = self.extents.keys_of(use)
+        try:
+            rows = await settled(self._loop, self._index.call(lambda index: index.get(keys)))
+        except (IndexFailed, IndexBroken) as error:
+            raise self.health.failed(error, self._loop.time()) from error
+        return [
+            LiveKey(row.space_key, row.chunk, row.ref)
+            for row in rows
+            if row is not None and row.region == region and use.holds(row.generation)
+        ]
+
+    async def reclaim(self, region: int) -> list[LiveKey]:
+        """Delete what still lies in a region and free it; returns what was deleted.
+
+        The caller forgets those keys at once; reads under way end as they would have.
+
+        Raises:
+            TierBusy: Writes are under way in it.
+            TierFailed, NoSpace: The transaction failed; nothing was freed.
+        """
+        use = self.extents.regions[region]
+        self.extents.seal(use)
+        incarnation = use.incarnation
+        live = await self.live_keys(region)
+        self._check_idle(use)
+        if live:
+            changes = [Change(key.space_key + key.chunk, None, key.ref.generation) for key in live]
+            await self._commit(Changes(changes))
+        if use.state is RegionState.SEALED and use.incarnation == incarnation:
+            self._check_idle(use)
+            if use.live_count:
+                _LOG.warning("nvme region miscounted", count=use.live_count)
+            self.extents.drain(use)
+            self.counters.reclaims += 1
+        return live
+
+    @staticmethod
+    def _check_idle(use: Region) -> None:
+        if use.writers:
+            raise TierBusy("writes are under way in this region")
+
+    # ---------------------------------------------------------------- failing, opening again
+
+    def _sync(self, region: int) -> None:
+        """Make a region durable; in the index's thread."""
+        self._disk.fdatasync(self.extents.regions[region].handle)
+
+    def _relieve(self) -> None:
+        """Let go of the ballast; in the index's thread."""
+        self._disk.unlink(self.config.directory / "ballast")
+
+    def tick(self) -> None:
+        """Let time pass: stalls, measured rates, probes. Call it some five times a second."""
+        now = self._loop.time()
+        self.reading.turn(now)
+        self.writing.turn(now)
+        if self.health.turn(now, self._watch.oldest_s()):
+            self._calls.submit(self._probe, self._probed)
+
+    def _probe(self) -> None:
+        """Find out whether the disk takes, keeps and gives back; in a thread. OSError if not."""
+        path = self.config.directory / "probe"
+        self._disk.unlink(path)
+        self._disk.close(self._disk.open(path, create=True))
+        handle = self._disk.open(path, direct=self._direct)
+        try:
+            self._disk.allocate(handle, recover.BALLAST_BYTES)
+            block, back = aligned_memory(BLOCK), aligned_memory(BLOCK)
+            block[:] = os.urandom(BLOCK)
+            write_all(self._disk, handle, [block], 0)
+            self._disk.fdatasync(handle)
+            read_all(self._disk, handle, [back], 0)
+            if back != block:
+                raise OSError(0, "the disk gives back other bytes")
+        finally:
+            self._disk.close(handle)
+            self._disk.unlink(path)
+        recover.lay_ballast(self._disk, self.config.directory)
+
+    def _probed(self, probe: Future[None]) -> None:
+        if probe.exception() is not None:
+            self.health.again(self._loop.time())
+        elif self.health.index_broken:
+            future = self._index.call(self._reopen)
+            future.add_done_callback(partial(self._calls.deliver, self._reopened))
+        else:
+            self.health.opened()
+
+    def _reopen(self, index: Index) -> None:
+        """Open the index again, or rebuild it; in its thread. Whatever it raises: not yet."""
+        index.close()
+        report = recover.Report(regions=1)
+        identity = recover.Identity(self._uuid, self.config.region_bytes)
+        found = (self.extents, report)
+        fresh, life = recover.open_index(self._disk, self._place, b"", identity, found)
+        if life != self._life:  # rebuilt from regions that this life has not written to yet
+            recover.begin_life(fresh, self._uuid, self._life, [])
+        self._index.replace(fresh)
+
+    def _reopened(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            self.health.opened()
+        else:
+            _LOG.limited("nvme index does not open", why=str(error))
+            self.health.again(self._loop.time())
+
+    # ---------------------------------------------------------------- what is shown
+
+    @property
+    def state(self) -> str:
+        """`open`, `slow` or `closed: REASON`."""
+        return self.health.state
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write would be let in now."""
+        return self.health.state == "open" and self.writing.depth < self.config.writes_max
+
+    @property
+    def free_regions(self) -> int:
+        """Regions that could be opened for rewrites; `spare_regions` of them for nothing else."""
+        return self.extents.free_count(grow=self.health.grow)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the statistics page shows; loop only, some microseconds a region."""
+        held = list(self.extents.held())
+        used = sum(region.tail_bytes - BLOCK for region in held)
+        live = sum(region.live_bytes for region in held)
+        return {
+            "state": self.state,
+            "capacity_bytes": self.config.regions * self.config.region_bytes,
+            "used_bytes": used,
+            "live_bytes": live,
+            "garbage_bytes": used - live,
+            "live_count": sum(region.live_count for region in held),
+            "regions_held": len(held),
+            "regions_free": self.free_regions,
+            "direct": self._direct,
+            "reads_queued": self.reading.depth,
+            "writes_queued": self.writing.depth,
+            "index_queued": self._index.depth,
+            "read_bytes_per_s": round(self.reading.rate),
+            "write_bytes_per_s": round(self.writing.rate),
+            "index_commits": self._index.commits,
+            "index_jobs": self._index.jobs,
+            "counters": asdict(self.counters),
+        }

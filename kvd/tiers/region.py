@@ -215,7 +215,9 @@ def decode_region(block: ReadableBuffer) -> RegionHeader:
     raw = bytes(memoryview(block)[: _REGION.size])
     if len(raw) < _REGION.size:
         raise BadRecord("region: short")
-    magic, version, header_bytes, store, region, zero, size, incarnation, check = _REGION.unpack(raw)
+    magic, version, header_bytes, store, region, zero, size, incarnation, check = _REGION.unpack(
+        raw
+    )
     if magic != _REGION_MAGIC:
         raise BadRecord("region: magic")
     if (version, header_bytes, zero) != (FORMAT_VERSION, BLOCK, 0):
@@ -230,9 +232,7 @@ def decode_region(block: ReadableBuffer) -> RegionHeader:
 _RECORD: Final = struct.Struct("<8sII16sIIIIQQQQ32s32s32s32s32s32sQ")
 _RECORD_MAGIC: Final = b"KVDRECD\0"
 _OBJECT: Final = struct.Struct("<HBBIQQQQ")
-HEADER_BYTES_MAX: Final = aligned(
-    _RECORD.size + COLUMNS_MAX * _OBJECT.size + SPACE_BLOB_BYTES_MAX
-)
+HEADER_BYTES_MAX: Final = aligned(_RECORD.size + COLUMNS_MAX * _OBJECT.size + SPACE_BLOB_BYTES_MAX)
 OBJECT_BYTES_MAX: Final = 1 << 36
 
 
@@ -302,9 +302,7 @@ def plan_record(bundle: Bundle) -> Plan:
     return Plan(header_bytes, end, tuple(offsets), mask, blob)
 
 
-def encode_record(
-    bundle: Bundle, plan: Plan, origin: Origin, checksums: Sequence[int]
-) -> bytes:
+def encode_record(bundle: Bundle, plan: Plan, origin: Origin, checksums: Sequence[int]) -> bytes:
     """Return a record's header, whole blocks."""
     space = bundle.space
     rows = b"".join(
@@ -526,4 +524,22 @@ def row_of(record: Record, offset_bytes: int) -> Row:
         record.origin.generation,
         sum(item.stored_bytes for item in record.objects),
         record.hint,
+    )
+
+
+def planned_row(bundle: Bundle, plan: Plan, origin: Origin, offset_bytes: int) -> Row:
+    """Return the index row for a record that is about to be written."""
+    forms = {part.form for part in bundle.parts}
+    return Row(
+        bundle.space.key,
+        bundle.chunk,
+        bundle.parent,
+        plan.mask,
+        origin.region,
+        forms.pop() if len(forms) == 1 else FORM_MIXED,
+        offset_bytes,
+        plan.length_bytes,
+        origin.generation,
+        sum(memoryview(part.stored).nbytes for part in bundle.parts),
+        bundle.hint,
     )

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.entry import Slot, SlotEvent, SlotState
+from kvd.entry import ALIGN_BYTES, Slot, SlotEvent, SlotState, stride_of
 from kvd.types import Generation, SlabId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvd.types import OwnerId, Tenant
-
-ALIGN_BYTES = 4096
-"""Places begin and end at pages, so that O_DIRECT and DMA can use them."""
 
 
 class Slab:
@@ -56,11 +53,6 @@ class Slab:
         self.stride_bytes = stride_bytes
         self.count = slab_bytes // stride_bytes
         self.free = list(range(self.count - 1, -1, -1))
-
-
-def stride_of(size_bytes: int) -> int:
-    """Return the distance of two places for objects of a size."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class SlabPool:

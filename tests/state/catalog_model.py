@@ -96,9 +96,11 @@ def path_of(chunk: Chunk) -> Path:
 def check_candidates(catalog: Catalog) -> None:
     """Every chunk that may be evicted is a candidate with its present tick (P1)."""
     for space in catalog.spaces.values():
-        entries = {(tick, chunk.hash) for tick, _, chunk in catalog._lru(space)._heap}
+        orders = catalog.eviction._of(space)
+        heaps = [*orders.clean._heap, *orders.dirty._heap]
+        entries = {(tick, chunk.hash) for tick, _, chunk in heaps}
         for chunk in space.chunks.values():
-            assert not chunk.evictable or (chunk.tick, chunk.hash) in entries, "P1"
+            assert not chunk.evictable or (chunk.tick, chunk.hash) in entries, "V1"
 
 
 @dataclass

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from kvd.catalog import Catalog
 from kvd.lease import Lease, LeaseBook
 from kvd.metrics import Counters
+from kvd.places import places_of
 from kvd.quota import Quota, Resource
 from kvd.tiers.slab import SlabPool
 from kvd.types import Generation, LeaseId, OwnerId, SlabId, Tenant
@@ -112,7 +113,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def tell(self, hold: Hold, member: Member, chunks: tuple[Chunk, ...]) -> None:
         """Read the places of a lease as its rank and check each against the model."""
         layout = LAYOUTS[member.world.layout]
-        records = self.catalog.places(member.space, chunks, hold.first, member.rank)
+        records = places_of(member.space.layout, chunks, hold.first, member.rank)
         seen = set()
         for index, group, status, *spot in records:
             column = layout.column(group, member.rank)
@@ -170,7 +171,7 @@ class CatalogMachine(RuleBasedStateMachine):
                     self.model.finish(generation)
         if dead:
             del self.members[owner]
-            assert not self.catalog.filling_count(OwnerId(owner))
+            assert not self.catalog.fillings.count(OwnerId(owner))
             assert not self.book.count(OwnerId(owner))
 
     # ---------------------------------------------------------------- storing

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from kvd.catalog import Catalog
+from kvd.filling import Fillings
 from kvd.metrics import Counters
 from kvd.quota import Quota, Resource
 from kvd.tiers.slab import SlabPool
@@ -183,12 +184,12 @@ def test_deadlines_of_ended_reservations_are_forgotten() -> None:
     """Many short reservations leave no trail of deadlines behind."""
     host = Host(1)
     space = host.enter(layout_of(PAGE))
-    for _ in range(3 * Catalog.SLACK):
+    for _ in range(3 * Fillings.SLACK):
         (record,) = host.catalog.reserve(
             space, ME, 0, parent=ROOT, hashes=chain("a", 1), groups=1, deadline_ns=10**9
         )
         assert host.catalog.abort(ME, Generation(record[6])) == Status.OK
-    assert len(host.catalog._deadlines) <= Catalog.SLACK + 2
+    assert len(host.catalog.fillings._deadlines) <= Fillings.SLACK + 2
 
 
 def test_eviction_is_counted_with_its_reason() -> None:

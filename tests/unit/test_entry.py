@@ -92,7 +92,13 @@ def test_every_state_has_a_way_back_to_free() -> None:
 
 @pytest.mark.parametrize(
     ("change", "evictable"),
-    [({}, True), ({"mask": 0}, False), ({"pins": 1}, False), ({"filling": 1}, False)],
+    [
+        ({}, True),
+        ({"mask": 0}, False),
+        ({"pins": 1}, False),
+        ({"filling": 1}, False),
+        ({"moves": 1}, False),
+    ],
 )
 def test_what_may_be_evicted(change: dict[str, int], evictable: bool) -> None:  # noqa: FBT001
     """A leaf with objects that nobody holds or fills, and nothing else (C2)."""
@@ -101,7 +107,7 @@ def test_what_may_be_evicted(change: dict[str, int], evictable: bool) -> None:  
     for name, value in change.items():
         setattr(chunk, name, value)
     assert chunk.evictable == evictable
-    chunk.children.add(Chunk(b"i" * 32, chunk.space, chunk))
+    chunk.warm_children = 1
     assert not chunk.evictable
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.policies import LifeTable, Request
@@ -105,9 +105,10 @@ def test_kinds_are_cut_at_powers_of_four(
 class NaiveLifeTable(Naive):
     """Each block by itself, each age from its birth, each worth by trying all stops."""
 
-    def __init__(self, rebuild_every: int) -> None:
+    def __init__(self, rebuild_every: int, weight: float) -> None:
         """Start empty."""
         self.every = rebuild_every
+        self.weight = weight
         self.requests = 0
         self.now_ns = 0
         self.born: dict[int, int] = {}
@@ -152,15 +153,15 @@ class NaiveLifeTable(Naive):
 
     def rebuild(self) -> None:
         """Apply the formulas of the facts, and let all counts fade."""
-        kinds = {kind for kind, _ in self.risk}
+        kinds, weight = {kind for kind, _ in self.risk}, self.weight
         for age in range(BINS):
             seen = sum(self.events[kind, age] for kind in kinds)
             reached = sum(self.risk[kind, age] for kind in kinds)
-            self.pool[age] = min(1.0, (seen + 50 * 0.1) / (reached + 50))
+            self.pool[age] = min(1.0, (seen + weight * 0.1) / (reached + weight))
         for kind in kinds:
             self.rates[kind] = [
-                min(1.0, (self.events[kind, a] + 50 * self.pool[a]) / (self.risk[kind, a] + 50))
-                for a in range(BINS)
+                min(1.0, (self.events[kind, a] + weight * pool) / (self.risk[kind, a] + weight))
+                for a, pool in enumerate(self.pool)
             ]
         for counts in (self.events, self.risk):
             for key in counts:
@@ -183,13 +184,19 @@ class NaiveLifeTable(Naive):
 NO_STRANGERS: Final = STEPS.map(lambda steps: [s for s in steps if s.what != "insert"])
 
 
-@given(NO_STRANGERS, st.integers(1, 5))
-@example([Step("request", 13, 0), *(Step("request", b, 10**10) for b in (5, 9, 13, 5))], 1)
-def test_the_life_table_is_a_naive_one(steps: list[Step], every: int) -> None:
+def table_of(*, ghosts_min: int = 99, **constants: float) -> LifeTable[int]:
+    """Make a life table with other constants than the usual ones."""
+    policy = LifeTable[int](ghosts_min=ghosts_min)
+    for name, value in constants.items():
+        object.__setattr__(policy._table if name == "WEIGHT" else policy, name, value)
+    return policy
+
+
+@given(NO_STRANGERS, st.integers(1, 5), st.sampled_from([0.1, 2.0, 50.0]))
+def test_the_life_table_is_a_naive_one(steps: list[Step], every: int, weight: float) -> None:
     """Counting by segment, queues and cells find what counting block by block finds."""
-    policy = LifeTable[int]()
-    object.__setattr__(policy, "REBUILD_EVERY", every)
-    naive = NaiveLifeTable(every)
+    policy = table_of(REBUILD_EVERY=every, WEIGHT=weight)
+    naive = NaiveLifeTable(every, weight)
     compare(policy, naive, steps)
     for block in naive.born:
         assert policy.worth(block) == pytest.approx(naive.worth(block), rel=1e-9)
@@ -203,12 +210,22 @@ def test_a_life_table_that_forgets_stays_whole(
     steps: list[Step], every: int, ghosts_min: int
 ) -> None:
     """Whatever is forgotten or comes unannounced, some leaf goes, and the budget holds."""
-    policy = LifeTable[int](ghosts_min=ghosts_min)
-    object.__setattr__(policy, "REBUILD_EVERY", every)
+    policy = table_of(ghosts_min=ghosts_min, REBUILD_EVERY=every, GHOSTS_PER_RESIDENT=0)
     forest = compare(policy, Naive(), steps)
     policy.touched(Request(forest.now_ns, ()))
     ghosts = len(policy._segments) - len(policy._resident)
-    assert ghosts <= max(4 * len(policy._resident), ghosts_min)
+    assert ghosts <= ghosts_min
+
+
+def test_ghosts_are_allowed_by_the_size_of_the_tier() -> None:
+    """Four for each resident block, of which the oldest are forgotten first."""
+    policy = table_of(ghosts_min=0)
+    for block in range(2):
+        policy.inserted(block, None, 0)
+    for block in range(10, 30):
+        policy.touched(Request(block, (block,)))
+    policy.touched(Request(30, ()))
+    assert set(policy._segments) == {0, 1, *range(22, 30)}
 
 
 def test_equal_worth_means_the_older_first() -> None:
@@ -240,6 +257,16 @@ def test_a_segment_goes_whole_from_its_tail() -> None:
     assert gone == ["a2", "a1", "a0", "b2", "b1", "b0"]
 
 
+def test_the_deepest_block_of_a_broken_chain_goes_first() -> None:
+    """Where a block between is missing, the end is worth nothing: it is let go before."""
+    policy = LifeTable[int]()
+    policy.touched(Request(0, (1, 2, 3)))
+    for block, parent in ((1, None), (3, 2)):
+        policy.inserted(block, parent, 0)
+        policy.evictable(block)
+    assert policy.victim() == 3
+
+
 def test_blocks_of_the_answer_join_their_request() -> None:
     """What is stored beyond the prompt ages with it, and is as new as it."""
     policy = LifeTable[int]()
@@ -248,6 +275,13 @@ def test_blocks_of_the_answer_join_their_request() -> None:
         policy.inserted(block, block - 1 if block else None, SECOND_NS)
     assert policy._segments[21] is policy._segments[0]
     policy.check()
+    policy.inserted(50, 7, SECOND_NS)  # a branch is no answer
+    assert policy._segments[50] is not policy._segments[0]
+    policy.touched(Request(SECOND_NS, range(100, 103), 10, partial=True))
+    policy.inserted(103, 102, SECOND_NS)  # nor is what follows a block that was not full
+    assert policy._segments[103].kind.number == kind_of(0, 3, 10)
+    policy.inserted(23, 21, SECOND_NS)  # the first one's segment is a second old by now
+    assert policy._table.rows[kind_of(0, 20, 10)].risk[:6] == [24, 23, 23, 23, 0, 0]
     policy.touched(Request(2 * SECOND_NS, range(22), 10))
     assert policy._table.rows[kind_of(0, 20, 10)].events[4] == 22
     policy.inserted(22, 21, 3 * SECOND_NS)  # the second request brought nothing new

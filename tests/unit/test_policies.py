@@ -213,6 +213,33 @@ def test_s3fifo_is_a_naive_one(steps: list[Step], slack: int) -> None:
     compare(policy, NaiveS3Fifo(), steps)
 
 
+def test_a_tenth_is_not_crowded() -> None:
+    """The small queue may have one of ten blocks; then main's first goes."""
+    policy = LeafS3Fifo[int]()
+    for block in range(10):
+        policy.inserted(block, None, 0)
+        policy.evictable(block)
+    policy.touched(Request(1, range(9)))
+    assert policy.victim() == 0
+    policy.removed(0)
+    assert policy.victim() == 9  # one of nine is too many
+
+
+def test_a_block_of_main_is_spared_three_times() -> None:
+    """However often it was used, after three turns it goes before one used four times since."""
+    policy = LeafS3Fifo[int]()
+    for block in (1, 2):
+        policy.inserted(block, None, 0)
+        policy.evictable(block)
+    policy.touched(Request(1, (1, 2)))
+    assert policy.victim() == 1  # both in main
+    for _ in range(9):
+        policy.touched(Request(2, (1,)))
+    for _ in range(3):
+        policy.touched(Request(3, (2,)))
+    assert policy.victim() == 1
+
+
 # ------------------------------------------------------------------------------- admission
 
 

@@ -1,0 +1,525 @@
+"""Start-up of the NVMe store: what is there, what of it may be believed, and what next.
+
+A store's directory:
+
+    lock        held by the daemon, or by `kvd check`
+    store       identity: format version, uuid, region size; written once
+    clean       what vouches for the index; written last at a clean stop, removed first at a start
+    ballast     space to let go of when the disk is full, so that deletes can be committed
+    index.mdb   the index
+    regions/    one file a region, named by its number
+
+Invariants:
+
+R1. A row of the index is handed on only if its check fits, its region is there and in the same use,
+    and its place lies within the region. Whether the record is whole is seen when it is read.
+R2. Rows that are not handed on are deleted from the index before the first write.
+R3. A new life begins, durably, before the first generation of it is used (D2).
+R4. Recovery can be cut short at any point and begun again.
+R5. A rebuilt index names the youngest whole record of each key; it may bring back what had been
+    deleted, never what is damaged beside an older whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvd.errors import StartError
+from kvd.tiers.disk import FULL_ERRNOS, aligned_memory, read_file, replace_file
+from kvd.tiers.extents import Extents, Region, RegionState
+from kvd.tiers.index import Change, Changes, IndexBroken, IndexFailed, IndexFull
+from kvd.tiers.region import (
+    BLOCK,
+    FORMAT_VERSION,
+    KEY_BYTES,
+    REGION_BYTES_MAX,
+    REGION_BYTES_MIN,
+    ROW_BYTES,
+    UUID_BYTES,
+    BadRecord,
+    Space,
+    checks,
+    decode_region,
+    decode_space,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from kvd.tiers.disk import Disk
+    from kvd.tiers.index import Index, IndexPlace
+
+BALLAST_BYTES: Final = 4 << 20
+LIFE_SHIFT: Final = 32
+_IDENTITY: Final = struct.Struct("<8sII16sQ")
+_IDENTITY_MAGIC: Final = b"KVDSTOR\0"
+_CLEAN_MAGIC: Final = b"KVDCLEAN"
+
+
+@dataclass(slots=True)
+class Report:
+    """What a start found.
+
+    Attributes:
+        how: `fresh`, `clean`, `copied` (not stopped cleanly; index copied), `rebuilt` (by scan).
+        entries: Rows handed on.
+        dropped: Rows that could not be right.
+        regions: Region files.
+        regions_bad: Of them, with an unreadable header or of another length.
+        direct: Whether reads and writes pass the page cache by.
+        seconds: Until the index was read and checked.
+        notes: Lines for the operator.
+    """
+
+    how: str = "clean"
+    entries: int = 0
+    dropped: int = 0
+    regions: int = 0
+    regions_bad: int = 0
+    direct: bool = True
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+class Identity(NamedTuple):
+    """The file `store`."""
+
+    uuid: bytes
+    region_bytes: int
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A store ready for its first write. The handles belong to whoever has this."""
+
+    identity: Identity
+    lock: int
+    life: int
+    index: Index
+    extents: Extents
+    spaces: dict[bytes, Space]
+    batches: list[bytes]
+    report: Report
+
+
+# -------------------------------------------------------------------------------- small files
+
+
+def encode_identity(identity: Identity) -> bytes:
+    """Return the content of the file `store`."""
+    body = _IDENTITY.pack(_IDENTITY_MAGIC, FORMAT_VERSION, 0, *identity)
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def read_identity(disk: Disk, directory: Path) -> Identity | None:
+    """Return who the store is, None for a directory without one.
+
+    Raises:
+        StartError: It is of another format version, or damaged.
+        OSError: The disk failed.
+    """
+    content = read_file(disk, directory / "store", BLOCK)
+    if content is None:
+        return None
+    where = f"the NVMe store in {directory}"
+    if len(content) != _IDENTITY.size + 8 or content[:8] != _IDENTITY_MAGIC:
+        raise StartError(f"{where} has a damaged file `store`: empty the directory to begin anew")
+    _, version, _, uuid, region_bytes = _IDENTITY.unpack(content[:-8])
+    if version != FORMAT_VERSION:
+        raise StartError(
+            f"{where} has format {version}, this kvd reads {FORMAT_VERSION}: "
+            "use that kvd's version, or empty the directory"
+        )
+    whole = content[-8:] == xxhash.xxh3_64_digest(content[:-8])
+    if not whole or not REGION_BYTES_MIN <= region_bytes <= REGION_BYTES_MAX:
+        raise StartError(f"{where} has a damaged file `store`: empty the directory to begin anew")
+    return Identity(uuid, region_bytes)
+
+
+def encode_clean(uuid: bytes, mark: bytes) -> bytes:
+    """Return the content of the file `clean`."""
+    body = _CLEAN_MAGIC + uuid + mark
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def read_clean(disk: Disk, directory: Path, uuid: bytes) -> bytes:
+    """Return what vouches for the index, empty if nothing does."""
+    try:
+        content = read_file(disk, directory / "clean", BLOCK) or b""
+    except OSError:
+        return b""
+    head = len(_CLEAN_MAGIC) + UUID_BYTES
+    if content[:head] != _CLEAN_MAGIC + uuid or len(content) < head + 8:
+        return b""
+    if content[-8:] != xxhash.xxh3_64_digest(content[:-8]):
+        return b""
+    return content[head:-8]
+
+
+def lay_ballast(disk: Disk, directory: Path) -> None:
+    """Take the space that `ballast` stands for, if it can be had."""
+    try:
+        handle = disk.open(directory / "ballast", create=True)
+    except FileExistsError:
+        return
+    try:
+        disk.allocate(handle, BALLAST_BYTES)
+    except OSError:
+        disk.unlink(directory / "ballast")
+    finally:
+        disk.close(handle)
+
+
+def takes_direct(disk: Disk, directory: Path) -> bool:
+    """Try whether the file system takes O_DIRECT; raises OSError if it takes nothing."""
+    path = directory / "probe"
+    disk.unlink(path)
+    disk.close(disk.open(path, create=True))
+    try:
+        handle = disk.open(path, direct=True)
+        try:
+            return disk.pwritev(handle, [aligned_memory(BLOCK)], 0) == BLOCK
+        finally:
+            disk.close(handle)
+    except OSError as error:
+        if error.errno in FULL_ERRNOS:
+            return True  # it was opened, and that is what tells
+        return False
+    finally:
+        disk.unlink(path)
+
+
+# -------------------------------------------------------------------------------- regions
+
+
+def region_path(directory: Path, number: int) -> Path:
+    """Return where a region lies."""
+    return directory / "regions" / f"{number:08d}"
+
+
+def open_regions(
+    disk: Disk, directory: Path, extents: Extents, uuid: bytes, report: Report
+) -> None:
+    """Open every region file. Sealed until their rows are counted; a bad header is None."""
+    for name in disk.names(directory / "regions"):
+        if not (len(name) == 8 and name.isdecimal()):  # noqa: PLR2004 - as region_path writes it
+            report.notes.append("there is a file in regions/ that is none")
+            continue
+        number = int(name)
+        handle = disk.open(region_path(directory, number), direct=report.direct)
+        if disk.size(handle) != extents.region_bytes:
+            disk.close(handle)  # its creation was cut short, or it was: nothing in it counts
+            disk.unlink(region_path(directory, number))
+            report.regions_bad += 1
+            continue
+        report.regions += 1
+        region = Region(number, handle, RegionState.SEALED, None)
+        block = aligned_memory(BLOCK)
+        try:
+            disk.preadv(handle, [block], 0)
+            header = decode_region(block)
+            expected = (uuid, number, extents.region_bytes)
+            if (header.store, header.region, header.region_bytes) == expected:
+                region.incarnation = header.incarnation
+        except (BadRecord, OSError):
+            pass
+        report.regions_bad += region.incarnation is None
+        extents.regions[number] = region
+
+
+# -------------------------------------------------------------------------------- rows
+
+
+class _Table:
+    """What the rows are checked against, by region number."""
+
+    def __init__(self, extents: Extents, life: int) -> None:
+        count = 1 + max(extents.regions, default=0)
+        self.usable = np.zeros(count, np.bool_)
+        self.incarnation = np.zeros(count, np.uint64)
+        self.region_bytes = np.uint64(extents.region_bytes)
+        self.life = np.uint64(life)
+        for number, region in extents.regions.items():
+            self.usable[number] = region.handle >= 0
+            self.incarnation[number] = region.incarnation or 0
+
+    def good(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Tell which rows may be right (R1)."""
+        number = words[:, 14] & np.uint64(0xFFFFFFFF)
+        offset, length, generation, stored = (words[:, column] for column in range(15, 19))
+        good: NDArray[np.bool_] = (checks(words) == words[:, -1]) & (number < self.usable.size)
+        number = np.where(good, number, 0).astype(np.int64)
+        block = np.uint64(BLOCK)
+        good &= self.usable[number] & (generation > self.incarnation[number])
+        good &= (generation >> np.uint64(LIFE_SHIFT)) <= self.life
+        good &= (offset >= block) & (offset % block == 0)
+        good &= (length >= 2 * block) & (length % block == 0) & (length <= self.region_bytes)
+        good &= (offset <= self.region_bytes - np.where(good, length, 0)) & (stored <= length)
+        return good
+
+
+def _unknown_spaces(words: NDArray[np.uint64], known: set[bytes], seen: set[bytes]) -> list[slice]:
+    """Return the runs of rows whose space is not described; note the others as seen."""
+    if not len(words):
+        return []
+    edges = np.flatnonzero(np.any(words[1:, :2] != words[:-1, :2], axis=1)) + 1
+    starts = [0, *edges.tolist()]
+    runs = []
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        key = words[start, :2].tobytes()
+        seen.add(key)
+        if key not in known:
+            runs.append(slice(start, end))
+    return runs
+
+
+def _count(rows: bytes, extents: Extents) -> None:
+    """Account for rows that are handed on."""
+    if not rows:
+        return
+    words = words_of(rows)
+    number = (words[:, 14] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    order = np.argsort(number, kind="stable")
+    edges = np.flatnonzero(np.diff(number[order])) + 1
+    raw = np.frombuffer(rows, np.uint8).reshape(-1, ROW_BYTES)
+    for group in np.split(order, edges):
+        region = extents.regions[int(number[group[0]])]
+        region.live_count += len(group)
+        region.live_bytes += int(words[group, 16].sum())
+        end = int((words[group, 15] + words[group, 16]).max())
+        region.tail_bytes = max(region.tail_bytes, end)
+        region.keys += raw[group, :KEY_BYTES].tobytes()
+
+
+def sift(
+    index: Index, extents: Extents, life: int, report: Report
+) -> tuple[list[bytes], dict[bytes, Space], list[Changes]]:
+    """Read the whole index; return what is good, and how to delete what is not (R1, R2).
+
+    Also counts the good rows into `extents`, and forgets spaces without rows.
+    """
+    spaces, cleaning = _known_spaces(index)
+    table = _Table(extents, life)
+    seen: set[bytes] = set()
+    batches, newest = [], (0, -1)
+    for batch in index.batches():
+        whole = len(batch) // ROW_BYTES * ROW_BYTES
+        words = words_of(batch[:whole] if whole == len(batch) else b"")
+        good = table.good(words)
+        for run in _unknown_spaces(words, spaces.keys() | set(), seen):
+            good[run] = False
+        raw = np.frombuffer(batch, np.uint8)[: words.size * 8].reshape(-1, ROW_BYTES)
+        bad = [Change(row[:KEY_BYTES].tobytes(), None) for row in raw[~good]]
+        kept = batch if good.all() else raw[good].tobytes()
+        _count(kept, extents)
+        if kept:
+            best = int(np.argmax(words_of(kept)[:, 17]))
+            row = words_of(kept)[best]
+            newest = max(newest, (int(row[17]), int(row[14]) & 0xFFFFFFFF))
+            batches.append(kept)
+        if bad:
+            cleaning.append(Changes(bad))
+        report.entries += len(kept) // ROW_BYTES
+        report.dropped += len(bad)
+    cleaning.append(Changes(spaces=dict.fromkeys(spaces.keys() - seen)))
+    _settle(extents, newest[1])
+    return batches, {key: spaces[key] for key in spaces.keys() & seen}, cleaning
+
+
+def _known_spaces(index: Index) -> tuple[dict[bytes, Space], list[Changes]]:
+    known: dict[bytes, Space] = {}
+    cleaning = Changes()
+    for key, blob in index.spaces().items():
+        try:
+            space = decode_space(blob)
+            if space.key == key:
+                known[key] = space
+                continue
+        except BadRecord:
+            pass
+        cleaning.spaces[key] = None
+    return known, [cleaning]
+
+
+def _settle(extents: Extents, newest: int) -> None:
+    """Free what nothing names; go on appending where the youngest row is."""
+    for region in list(extents.regions.values()):
+        if region.state is not RegionState.SEALED:
+            continue
+        if not region.live_count:
+            region.state = RegionState.FREE
+            region.tail_bytes = BLOCK
+            extents.adopt(region)
+        elif region.id == newest and region.incarnation is not None and region.id < extents.count:
+            region.state = RegionState.OPEN
+            extents.current[False] = region
+
+
+# -------------------------------------------------------------------------------- the whole
+
+
+def begin_meta(uuid: bytes, life: int) -> dict[bytes, bytes]:
+    """Return meta of an index of this store."""
+    version = FORMAT_VERSION.to_bytes(4, "little")
+    return {b"uuid": uuid, b"version": version, b"life": life.to_bytes(8, "little")}
+
+
+def life_of(index: Index, uuid: bytes) -> int:
+    """Return the last life an index knows of.
+
+    Raises:
+        IndexBroken: It is the index of another store or format.
+    """
+    meta = index.meta()
+    life = int.from_bytes(meta.get(b"life", b""), "little")
+    if meta != begin_meta(uuid, life) or not 0 <= life < 1 << 31:
+        raise IndexBroken("index: of another store or format")
+    return life
+
+
+def open_index(
+    disk: Disk, place: IndexPlace, mark: bytes, identity: Identity, found: tuple[Extents, Report]
+) -> tuple[Index, int]:
+    """Open the index, or rebuild it; return it with the last life."""
+    from kvd.tiers.rebuild import rebuild
+
+    extents, report = found
+    try:
+        index = place.open(mark)
+        if index is not None:
+            try:
+                return index, life_of(index, identity.uuid)
+            except IndexBroken:
+                index.close()
+                raise
+        if not report.regions:
+            report.how = "fresh"
+            return place.build([Changes(meta=begin_meta(identity.uuid, 0))]), 0
+        report.notes.append("there was no index")
+    except IndexBroken as error:
+        report.notes.append(str(error))
+    report.how = "rebuilt"
+    return rebuild(disk, place, identity.uuid, extents, 0)
+
+
+def begin_life(index: Index, uuid: bytes, life: int, cleaning: list[Changes]) -> None:
+    """Commit a new life, and what has to be cleaned up (R2, R3)."""
+    for changes in [Changes(meta=begin_meta(uuid, life)), *cleaning]:
+        if changes.rows or changes.spaces or changes.meta:
+            index.commit(changes)
+
+
+def take(disk: Disk, directory: Path) -> int:
+    """Make the directory and take its lock.
+
+    Raises:
+        StartError: Somebody else has it.
+    """
+    disk.make_dir(directory)
+    disk.make_dir(directory / "regions")
+    try:
+        return disk.lock(directory / "lock")
+    except BlockingIOError as error:
+        msg = f"the NVMe store in {directory} is in use by another process"
+        raise StartError(msg) from error
+
+
+def identify(disk: Disk, directory: Path, region_bytes: int) -> Identity:
+    """Return who the store is; makes a new one in an empty directory.
+
+    Raises:
+        StartError: It cannot be used; the text says what to change.
+    """
+    identity = read_identity(disk, directory)
+    if identity is None:
+        if disk.names(directory / "regions"):
+            raise StartError(
+                f"{directory} has regions but no file `store`: empty the directory to begin anew"
+            )
+        identity = Identity(os.urandom(UUID_BYTES), region_bytes)
+        replace_file(disk, directory / "store", encode_identity(identity))
+        disk.fsync_dir(directory.parent)
+    if identity.region_bytes != region_bytes:
+        raise StartError(
+            f"the NVMe store in {directory} has regions of {identity.region_bytes} bytes: "
+            "set [nvme] region_bytes to that, or empty the directory"
+        )
+    return identity
+
+
+def recover(
+    disk: Disk,
+    place: IndexPlace,
+    directory: Path,
+    *,
+    regions: int,
+    region_bytes: int,
+    spare: int,
+    direct: bool,
+) -> Recovered:
+    """Bring a store to where it may be written to; blocks.
+
+    Raises:
+        StartError: It cannot be used; the text says what to change. Nothing is held.
+    """
+    began = time.monotonic()
+    handles: list[int] = []
+    try:
+        handles.append(take(disk, directory))
+        identity = identify(disk, directory, region_bytes)
+        mark = read_clean(disk, directory, identity.uuid)
+        report = Report(how="clean" if mark else "copied")
+        disk.unlink(directory / "clean")
+        report.direct = direct and takes_direct(disk, directory)
+        if direct and not report.direct:
+            report.notes.append("the file system has no O_DIRECT: through the page cache")
+        extents = Extents(regions, region_bytes, spare)
+        open_regions(disk, directory, extents, identity.uuid, report)
+        handles += [region.handle for region in extents.regions.values() if region.handle >= 0]
+        index, last = open_index(disk, place, mark, identity, (extents, report))
+        try:
+            batches, spaces, cleaning = sift(index, extents, last, report)
+            begin_life(index, identity.uuid, last + 1, cleaning)
+        except BaseException:
+            index.close()
+            raise
+        lay_ballast(disk, directory)
+    except BaseException as error:
+        for handle in handles:
+            disk.close(handle)
+        if isinstance(error, OSError | IndexFull | IndexFailed | IndexBroken):
+            text = error.strerror if isinstance(error, OSError) else str(error)
+            raise StartError(f"the NVMe store in {directory}: {text}") from error
+        raise
+    _forget_excess(disk, directory, extents)
+    report.seconds = time.monotonic() - began
+    return Recovered(identity, handles[0], last + 1, index, extents, spaces, batches, report)
+
+
+def _forget_excess(disk: Disk, directory: Path, extents: Extents) -> None:
+    """Remove empty regions beyond the capacity."""
+    for region in [r for r in extents.regions.values() if r.id >= extents.count]:
+        if region.state is RegionState.FREE:
+            disk.close(region.handle)
+            disk.unlink(region_path(directory, region.id))
+            del extents.regions[region.id]
+
+
+def entries_of(batches: list[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Yield each row of packed batches as a tuple, letting go of a batch once it is used up."""
+    from kvd.tiers.region import ROW
+
+    batches.reverse()
+    while batches:
+        yield from ROW.iter_unpack(batches.pop())
