@@ -20,11 +20,19 @@ import lmdb
 def main(source: str, target: str, map_bytes: int, names: list[str]) -> int:
     """Copy the named databases; return how many entries there were."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    options = {"subdir": False, "lock": False, "max_dbs": len(names), "map_size": map_bytes}
     total = 0
     with (
-        lmdb.open(source, readonly=True, readahead=True, **options) as old,
-        lmdb.open(target, mode=0o600, **options) as new,
+        lmdb.open(
+            source,
+            map_size=map_bytes,
+            subdir=False,
+            lock=False,
+            max_dbs=len(names),
+            readonly=True,
+        ) as old,
+        lmdb.open(
+            target, map_size=map_bytes, subdir=False, lock=False, max_dbs=len(names), mode=0o600
+        ) as new,
     ):
         for name in names:
             read_from = old.open_db(name.encode(), create=False)

@@ -22,12 +22,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from kvd.tiers.region import BLOCK, KEY_BYTES
+from kvd.tiers.region import BLOCK
+from kvd.tiers.rows import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.tiers.region import Row
+    from kvd.tiers.rows import Row
 
 
 class RegionState(Enum):

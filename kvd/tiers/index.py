@@ -32,12 +32,13 @@ import lmdb
 import xxhash
 
 from kvd.tiers.disk import BLOCK, Disk, aligned_memory
-from kvd.tiers.region import KEY_BYTES, ROW_BYTES, BadRecord, decode_row
+from kvd.tiers.region import BadRecord
+from kvd.tiers.rows import KEY_BYTES, ROW_BYTES, decode_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvd.tiers.region import Row
+    from kvd.tiers.rows import Row
     from kvd.tiers.threads import Watch
 
 T = TypeVar("T")

@@ -20,14 +20,12 @@ I/O runs in `nvme-N` threads, the index in `index-1`. What a failure does: `heal
 from __future__ import annotations
 
 import asyncio
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd import log
-from kvd.tiers import recover
+from kvd.tiers import recover, storefiles
 from kvd.tiers.disk import (
     BLOCK,
     FULL_ERRNOS,
@@ -39,30 +37,22 @@ from kvd.tiers.disk import (
     TierError,
     TierFailed,
     aligned_memory,
-    read_all,
     replace_file,
-    write_all,
 )
-from kvd.tiers.extents import Extents, Region, RegionState
+from kvd.tiers.extents import Extents, Region
 from kvd.tiers.health import Health
 from kvd.tiers.index import (
     Change,
     Changes,
     Index,
-    IndexBroken,
-    IndexFailed,
-    IndexFull,
     IndexPlace,
     IndexThread,
-    Job,
     LmdbPlace,
-    Withdrawn,
 )
+from kvd.tiers.ledger import Ledger
 from kvd.tiers.nvme_types import LiveKey, NvmeConfig, NvmeCounters, Opened, Victim
 from kvd.tiers.region import (
     FORM_RAW,
-    KEY_BYTES,
-    SPACE_KEY_BYTES,
     BadRecord,
     Bundle,
     Origin,
@@ -70,21 +60,20 @@ from kvd.tiers.region import (
     Plan,
     Ref,
     RegionHeader,
-    Row,
     Space,
-    encode_region,
-    encode_row,
     plan_record,
-    planned_row,
 )
+from kvd.tiers.rows import KEY_BYTES, encode_row, planned_row
 from kvd.tiers.threads import Calls, Inflight, Watch, settled
 from kvd.tiers.transfer import Loaded, Want, read_bundle, write_record
+from kvd.tiers.upkeep import Upkeep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Executor, Future
+    from collections.abc import Iterable, Iterator, Mapping
+    from concurrent.futures import Executor
 
     from _typeshed import WriteableBuffer
+
 
 __all__ = [
     "FORM_RAW",
@@ -173,9 +162,27 @@ class NvmeStore:
         self._life = found.life
         self._direct = found.report.direct
         self.extents: Extents = found.extents
-        self._spaces = set(found.spaces)
         self._index = IndexThread(
             found.index, self._index_pool, self._sync, self._relieve, self._watch
+        )
+        self._ledger = Ledger(
+            self._loop,
+            found=found,
+            health=self.health,
+            calls=self._calls,
+            index=self._index,
+            counters=self.counters,
+        )
+        self._upkeep = Upkeep(
+            self._loop,
+            disk=self._disk,
+            place=self._place,
+            directory=config.directory,
+            found=found,
+            health=self.health,
+            calls=self._calls,
+            index=self._index,
+            watch=self._watch,
         )
         self.health.begin()
         _LOG.info("nvme open", how=found.report.how, entries=found.report.entries)
@@ -212,7 +219,7 @@ class NvmeStore:
         mark = index.close()
         if mark and not self.health.index_broken:
             try:
-                content = recover.encode_clean(self._uuid, mark)
+                content = storefiles.encode_clean(self._uuid, mark)
                 replace_file(self._disk, self.config.directory / "clean", content)
             except OSError as error:
                 _LOG.warning("nvme not marked clean", why=error.strerror)
@@ -283,6 +290,7 @@ class NvmeStore:
         opened = False
         try:
             await self._calls.run(self._prepare, region, header)
+            self._index.pardon(region.id)
             self.extents.open(region, header.incarnation, rewrite=rewrite)
             opened = True
         except OSError as error:
@@ -295,33 +303,8 @@ class NvmeStore:
                 self.extents.put_back(region)
 
     def _prepare(self, region: Region, header: RegionHeader) -> None:
-        """Make the file if it is not there, and begin a new use of it; in a thread.
-
-        Nobody else has the region meanwhile. The header needs no sync of its own: that of the first
-        record covers it.
-        """
-        path = recover.region_path(self.config.directory, region.id)
-        handle = region.handle
-        fresh = handle < 0
-        if fresh:
-            self._disk.unlink(path)
-            self._disk.close(self._disk.open(path, create=True))
-            handle = self._disk.open(path, direct=self._direct)
-        try:
-            if fresh:
-                self._disk.allocate(handle, self.config.region_bytes)
-            block = aligned_memory(BLOCK)
-            block[:] = encode_region(header)
-            write_all(self._disk, handle, [block], 0)
-            if fresh:
-                self._disk.fsync_dir(path.parent)
-        except OSError:
-            if fresh:
-                self._disk.close(handle)
-                self._disk.unlink(path)
-            raise
-        self._index.pardon(region.id)
-        region.handle = handle
+        directory = self.config.directory
+        storefiles.prepare_region(self._disk, directory, region, header, direct=self._direct)
 
     async def _write(self, bundle: Bundle, plan: Plan, region: Region, offset: int) -> Ref:
         assert region.incarnation is not None
@@ -335,36 +318,10 @@ class NvmeStore:
             raise self.health.failed(error, self._loop.time()) from error
         row = planned_row(bundle, plan, origin, offset)
         changes = Changes([Change(row.key, encode_row(row)[KEY_BYTES:])])
-        if row.space_key not in self._spaces:
+        if row.space_key not in self._ledger.spaces:
             changes.spaces[row.space_key] = plan.space_blob
-        await self._commit(changes, region, row)
+        await self._ledger.commit(changes, region, row)
         return row.ref
-
-    async def _commit(
-        self, changes: Changes, region: Region | None = None, row: Row | None = None
-    ) -> list[Row | None]:
-        """Hand changes to the index's thread; account for them when they are durable (N1)."""
-        job = Job(changes, None if region is None else region.id)
-        job.done.add_done_callback(partial(self._calls.deliver, partial(self._committed, job, row)))
-        self._index.submit(job)
-        try:
-            return await settled(self._loop, job.done, job.withdraw)
-        except Withdrawn as error:
-            raise TierFailed("the call was withdrawn") from error
-        except (OSError, IndexFull, IndexFailed, IndexBroken) as error:
-            if region is not None and isinstance(error, OSError):
-                self.extents.seal(region)
-            raise self.health.failed(error, self._loop.time()) from error
-
-    def _committed(self, job: Job, row: Row | None, done: Future[list[Row | None]]) -> None:
-        """Account for a commit, in the order of commits, whether anybody still waits or not."""
-        if done.exception() is not None:
-            return
-        for old in done.result():
-            self.extents.remove(old)
-        if row is not None:
-            self.extents.add(row)
-        self._spaces.update(job.changes.spaces)
 
     # ---------------------------------------------------------------- reading
 
@@ -439,28 +396,14 @@ class NvmeStore:
         Raises:
             TierFailed, NoSpace: The transaction failed; after a restart they may be there or not.
         """
-        changes = [Change(space + chunk, None, gen) for space, chunk, gen in keys]
-        if not changes:
-            return 0
-        if self.health.reason == "closed":
-            raise TierFailed("the NVMe tier is closed")
-        olds = await self._commit(Changes(changes))
-        count = sum(old is not None for old in olds)
-        self.counters.deletes += count
-        return count
+        return await self._ledger.delete(keys)
 
     def reclaim_candidates(self) -> list[Victim]:
-        """Return the sealed regions without writes under way, those with the least to lose first.
+        """Return the regions that may be reclaimed, those with the least to lose first.
 
-        With no such region, those being appended to: reclaiming one seals it.
+        Sealed ones without writes under way; with no such region, those being appended to.
         """
-        held = [region for region in self.extents.held() if not region.writers]
-        sealed = [region for region in held if region.state is RegionState.SEALED]
-        victims = [
-            Victim(r.id, r.live_bytes, r.live_count, r.tail_bytes - BLOCK - r.live_bytes)
-            for r in sealed or held
-        ]
-        return sorted(victims, key=lambda victim: (victim.live_bytes, victim.region))
+        return self._ledger.candidates()
 
     async def live_keys(self, region: int) -> list[LiveKey]:
         """Return what lies in a region and counts; empty for one that holds nothing.
@@ -468,17 +411,7 @@ class NvmeStore:
         Raises:
             TierFailed: The index does not answer.
         """
-        use = self.extents.regions[region]
-        keys = self.extents.keys_of(use)
-        try:
-            rows = await settled(self._loop, self._index.call(lambda index: index.get(keys)))
-        except (IndexFailed, IndexBroken) as error:
-            raise self.health.failed(error, self._loop.time()) from error
-        return [
-            LiveKey(row.space_key, row.chunk, row.ref)
-            for row in rows
-            if row is not None and row.region == region and use.holds(row.generation)
-        ]
+        return await self._ledger.live_keys(self.extents.regions[region])
 
     async def reclaim(self, region: int) -> list[LiveKey]:
         """Delete what still lies in a region and free it; returns what was deleted.
@@ -489,26 +422,7 @@ class NvmeStore:
             TierBusy: Writes are under way in it.
             TierFailed, NoSpace: The transaction failed; nothing was freed.
         """
-        use = self.extents.regions[region]
-        self.extents.seal(use)
-        incarnation = use.incarnation
-        live = await self.live_keys(region)
-        self._check_idle(use)
-        if live:
-            changes = [Change(key.space_key + key.chunk, None, key.ref.generation) for key in live]
-            await self._commit(Changes(changes))
-        if use.state is RegionState.SEALED and use.incarnation == incarnation:
-            self._check_idle(use)
-            if use.live_count:
-                _LOG.warning("nvme region miscounted", count=use.live_count)
-            self.extents.drain(use)
-            self.counters.reclaims += 1
-        return live
-
-    @staticmethod
-    def _check_idle(use: Region) -> None:
-        if use.writers:
-            raise TierBusy("writes are under way in this region")
+        return await self._ledger.reclaim(self.extents.regions[region])
 
     # ---------------------------------------------------------------- failing, opening again
 
@@ -525,56 +439,7 @@ class NvmeStore:
         now = self._loop.time()
         self.reading.turn(now)
         self.writing.turn(now)
-        if self.health.turn(now, self._watch.oldest_s()):
-            self._calls.submit(self._probe, self._probed)
-
-    def _probe(self) -> None:
-        """Find out whether the disk takes, keeps and gives back; in a thread. OSError if not."""
-        path = self.config.directory / "probe"
-        self._disk.unlink(path)
-        self._disk.close(self._disk.open(path, create=True))
-        handle = self._disk.open(path, direct=self._direct)
-        try:
-            self._disk.allocate(handle, recover.BALLAST_BYTES)
-            block, back = aligned_memory(BLOCK), aligned_memory(BLOCK)
-            block[:] = os.urandom(BLOCK)
-            write_all(self._disk, handle, [block], 0)
-            self._disk.fdatasync(handle)
-            read_all(self._disk, handle, [back], 0)
-            if back != block:
-                raise OSError(0, "the disk gives back other bytes")
-        finally:
-            self._disk.close(handle)
-            self._disk.unlink(path)
-        recover.lay_ballast(self._disk, self.config.directory)
-
-    def _probed(self, probe: Future[None]) -> None:
-        if probe.exception() is not None:
-            self.health.again(self._loop.time())
-        elif self.health.index_broken:
-            future = self._index.call(self._reopen)
-            future.add_done_callback(partial(self._calls.deliver, self._reopened))
-        else:
-            self.health.opened()
-
-    def _reopen(self, index: Index) -> None:
-        """Open the index again, or rebuild it; in its thread. Whatever it raises: not yet."""
-        index.close()
-        report = recover.Report(regions=1)
-        identity = recover.Identity(self._uuid, self.config.region_bytes)
-        found = (self.extents, report)
-        fresh, life = recover.open_index(self._disk, self._place, b"", identity, found)
-        if life != self._life:  # rebuilt from regions that this life has not written to yet
-            recover.begin_life(fresh, self._uuid, self._life, [])
-        self._index.replace(fresh)
-
-    def _reopened(self, done: Future[None]) -> None:
-        error = done.exception()
-        if error is None:
-            self.health.opened()
-        else:
-            _LOG.limited("nvme index does not open", why=str(error))
-            self.health.again(self._loop.time())
+        self._upkeep.tick(now)
 
     # ---------------------------------------------------------------- what is shown
 

@@ -15,16 +15,8 @@ import numpy as np
 from kvd.tiers.disk import aligned_memory
 from kvd.tiers.index import BATCH_ROWS, Change, Changes
 from kvd.tiers.recover import LIFE_SHIFT, begin_meta
-from kvd.tiers.region import (
-    BLOCK,
-    KEY_BYTES,
-    BadRecord,
-    Record,
-    Row,
-    decode_space,
-    encode_row,
-    row_of,
-)
+from kvd.tiers.region import BLOCK, BadRecord, Record, decode_space
+from kvd.tiers.rows import KEY_BYTES, decode_row, encode_row, row_of
 from kvd.tiers.transfer import read_header, verify_record
 
 if TYPE_CHECKING:
@@ -33,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.tiers.disk import Disk
     from kvd.tiers.extents import Extents, Region
     from kvd.tiers.index import Index, IndexPlace
+    from kvd.tiers.rows import Row
 
 PIECE_BYTES: Final = 1 << 20
 _MAGIC: Final = np.frombuffer(b"KVDRECD\0", np.uint64)[0]
@@ -115,18 +108,12 @@ class _Findings:
         for key, others in self.older.items():
             for packed in sorted([*others, self.newest[key]], key=_generation, reverse=True):
                 self.newest[key] = packed
-                if _is_whole(disk, extents, _unpack(packed)):
+                if _is_whole(disk, extents, decode_row(packed)):
                     break
 
 
-def _unpack(packed: bytes) -> Row:
-    from kvd.tiers.region import decode_row
-
-    return decode_row(packed)
-
-
 def _generation(packed: bytes) -> int:
-    return _unpack(packed).generation
+    return decode_row(packed).generation
 
 
 def _is_whole(disk: Disk, extents: Extents, row: Row) -> bool:

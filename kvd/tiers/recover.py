@@ -1,14 +1,5 @@
 """Start-up of the NVMe store: what is there, what of it may be believed, and what next.
 
-A store's directory:
-
-    lock        held by the daemon, or by `kvd check`
-    store       identity: format version, uuid, region size; written once
-    clean       what vouches for the index; written last at a clean stop, removed first at a start
-    ballast     space to let go of when the disk is full, so that deletes can be committed
-    index.mdb   the index
-    regions/    one file a region, named by its number
-
 Invariants:
 
 R1. A row of the index is handed on only if its check fits, its region is there and in the same use,
@@ -22,33 +13,25 @@ R5. A rebuilt index names the youngest whole record of each key; it may bring ba
 
 from __future__ import annotations
 
-import os
-import struct
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import xxhash
 
 from kvd.errors import StartError
-from kvd.tiers.disk import FULL_ERRNOS, aligned_memory, read_file, replace_file
+from kvd.tiers.disk import aligned_memory
 from kvd.tiers.extents import Extents, Region, RegionState
 from kvd.tiers.index import Change, Changes, IndexBroken, IndexFailed, IndexFull
-from kvd.tiers.region import (
-    BLOCK,
-    FORMAT_VERSION,
-    KEY_BYTES,
-    REGION_BYTES_MAX,
-    REGION_BYTES_MIN,
-    ROW_BYTES,
-    UUID_BYTES,
-    BadRecord,
-    Space,
-    checks,
-    decode_region,
-    decode_space,
-    words_of,
+from kvd.tiers.region import BLOCK, FORMAT_VERSION, BadRecord, decode_region, decode_space
+from kvd.tiers.rows import KEY_BYTES, ROW, ROW_BYTES, checks, words_of
+from kvd.tiers.storefiles import (
+    identify,
+    lay_ballast,
+    read_clean,
+    region_path,
+    take,
+    takes_direct,
 )
 
 if TYPE_CHECKING:
@@ -59,12 +42,10 @@ if TYPE_CHECKING:
 
     from kvd.tiers.disk import Disk
     from kvd.tiers.index import Index, IndexPlace
+    from kvd.tiers.region import Space
+    from kvd.tiers.storefiles import Identity
 
-BALLAST_BYTES: Final = 4 << 20
 LIFE_SHIFT: Final = 32
-_IDENTITY: Final = struct.Struct("<8sII16sQ")
-_IDENTITY_MAGIC: Final = b"KVDSTOR\0"
-_CLEAN_MAGIC: Final = b"KVDCLEAN"
 
 
 @dataclass(slots=True)
@@ -92,13 +73,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-class Identity(NamedTuple):
-    """The file `store`."""
-
-    uuid: bytes
-    region_bytes: int
-
-
 @dataclass(slots=True)
 class Recovered:
     """A store ready for its first write. The handles belong to whoever has this."""
@@ -113,99 +87,7 @@ class Recovered:
     report: Report
 
 
-# -------------------------------------------------------------------------------- small files
-
-
-def encode_identity(identity: Identity) -> bytes:
-    """Return the content of the file `store`."""
-    body = _IDENTITY.pack(_IDENTITY_MAGIC, FORMAT_VERSION, 0, *identity)
-    return body + xxhash.xxh3_64_digest(body)
-
-
-def read_identity(disk: Disk, directory: Path) -> Identity | None:
-    """Return who the store is, None for a directory without one.
-
-    Raises:
-        StartError: It is of another format version, or damaged.
-        OSError: The disk failed.
-    """
-    content = read_file(disk, directory / "store", BLOCK)
-    if content is None:
-        return None
-    where = f"the NVMe store in {directory}"
-    if len(content) != _IDENTITY.size + 8 or content[:8] != _IDENTITY_MAGIC:
-        raise StartError(f"{where} has a damaged file `store`: empty the directory to begin anew")
-    _, version, _, uuid, region_bytes = _IDENTITY.unpack(content[:-8])
-    if version != FORMAT_VERSION:
-        raise StartError(
-            f"{where} has format {version}, this kvd reads {FORMAT_VERSION}: "
-            "use that kvd's version, or empty the directory"
-        )
-    whole = content[-8:] == xxhash.xxh3_64_digest(content[:-8])
-    if not whole or not REGION_BYTES_MIN <= region_bytes <= REGION_BYTES_MAX:
-        raise StartError(f"{where} has a damaged file `store`: empty the directory to begin anew")
-    return Identity(uuid, region_bytes)
-
-
-def encode_clean(uuid: bytes, mark: bytes) -> bytes:
-    """Return the content of the file `clean`."""
-    body = _CLEAN_MAGIC + uuid + mark
-    return body + xxhash.xxh3_64_digest(body)
-
-
-def read_clean(disk: Disk, directory: Path, uuid: bytes) -> bytes:
-    """Return what vouches for the index, empty if nothing does."""
-    try:
-        content = read_file(disk, directory / "clean", BLOCK) or b""
-    except OSError:
-        return b""
-    head = len(_CLEAN_MAGIC) + UUID_BYTES
-    if content[:head] != _CLEAN_MAGIC + uuid or len(content) < head + 8:
-        return b""
-    if content[-8:] != xxhash.xxh3_64_digest(content[:-8]):
-        return b""
-    return content[head:-8]
-
-
-def lay_ballast(disk: Disk, directory: Path) -> None:
-    """Take the space that `ballast` stands for, if it can be had."""
-    try:
-        handle = disk.open(directory / "ballast", create=True)
-    except FileExistsError:
-        return
-    try:
-        disk.allocate(handle, BALLAST_BYTES)
-    except OSError:
-        disk.unlink(directory / "ballast")
-    finally:
-        disk.close(handle)
-
-
-def takes_direct(disk: Disk, directory: Path) -> bool:
-    """Try whether the file system takes O_DIRECT; raises OSError if it takes nothing."""
-    path = directory / "probe"
-    disk.unlink(path)
-    disk.close(disk.open(path, create=True))
-    try:
-        handle = disk.open(path, direct=True)
-        try:
-            return disk.pwritev(handle, [aligned_memory(BLOCK)], 0) == BLOCK
-        finally:
-            disk.close(handle)
-    except OSError as error:
-        if error.errno in FULL_ERRNOS:
-            return True  # it was opened, and that is what tells
-        return False
-    finally:
-        disk.unlink(path)
-
-
 # -------------------------------------------------------------------------------- regions
-
-
-def region_path(directory: Path, number: int) -> Path:
-    """Return where a region lies."""
-    return directory / "regions" / f"{number:08d}"
 
 
 def open_regions(
@@ -420,44 +302,6 @@ def begin_life(index: Index, uuid: bytes, life: int, cleaning: list[Changes]) ->
             index.commit(changes)
 
 
-def take(disk: Disk, directory: Path) -> int:
-    """Make the directory and take its lock.
-
-    Raises:
-        StartError: Somebody else has it.
-    """
-    disk.make_dir(directory)
-    disk.make_dir(directory / "regions")
-    try:
-        return disk.lock(directory / "lock")
-    except BlockingIOError as error:
-        msg = f"the NVMe store in {directory} is in use by another process"
-        raise StartError(msg) from error
-
-
-def identify(disk: Disk, directory: Path, region_bytes: int) -> Identity:
-    """Return who the store is; makes a new one in an empty directory.
-
-    Raises:
-        StartError: It cannot be used; the text says what to change.
-    """
-    identity = read_identity(disk, directory)
-    if identity is None:
-        if disk.names(directory / "regions"):
-            raise StartError(
-                f"{directory} has regions but no file `store`: empty the directory to begin anew"
-            )
-        identity = Identity(os.urandom(UUID_BYTES), region_bytes)
-        replace_file(disk, directory / "store", encode_identity(identity))
-        disk.fsync_dir(directory.parent)
-    if identity.region_bytes != region_bytes:
-        raise StartError(
-            f"the NVMe store in {directory} has regions of {identity.region_bytes} bytes: "
-            "set [nvme] region_bytes to that, or empty the directory"
-        )
-    return identity
-
-
 def recover(
     disk: Disk,
     place: IndexPlace,
@@ -518,8 +362,6 @@ def _forget_excess(disk: Disk, directory: Path, extents: Extents) -> None:
 
 def entries_of(batches: list[bytes]) -> Iterator[tuple[bytes, ...]]:
     """Yield each row of packed batches as a tuple, letting go of a batch once it is used up."""
-    from kvd.tiers.region import ROW
-
     batches.reverse()
     while batches:
         yield from ROW.iter_unpack(batches.pop())

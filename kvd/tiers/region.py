@@ -1,4 +1,4 @@
-"""What lies on NVMe: region headers, records, index rows. Pure: bytes in, values out.
+"""What lies on NVMe: region headers and records. Pure: bytes in, values out.
 
 A region file, every border a multiple of 4096 bytes:
 
@@ -33,14 +33,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgpack
-import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from _typeshed import ReadableBuffer
-    from numpy.typing import NDArray
 
 BLOCK: Final = 4096
 FORMAT_VERSION: Final = 1
@@ -48,13 +46,12 @@ COLUMNS_MAX: Final = 256
 HASH_BYTES: Final = 32
 UUID_BYTES: Final = 16
 SPACE_KEY_BYTES: Final = 16
-KEY_BYTES: Final = SPACE_KEY_BYTES + HASH_BYTES
 REGION_BYTES_MIN: Final = 64 << 10
 REGION_BYTES_MAX: Final = 1 << 40
 FORM_RAW: Final = 0
 """Stored as it is. Every other form is the codec's business."""
 FORM_MIXED: Final = 255
-"""In an index row: the objects of this bundle have several forms."""
+"""In an index row: the objects of this bundle have several forms. No object's own."""
 
 
 def aligned(size_bytes: int) -> int:
@@ -372,8 +369,9 @@ def decode_record(header: ReadableBuffer) -> Record:
     size = header_bytes_of(raw)
     if len(raw) != size:
         raise BadRecord("record: short")
-    (_, _, _, store, region, count, blob_bytes, zero, incarnation, generation, length, hint,
-     digest, namespace, layout_id, chunk, parent, mask, check) = _RECORD.unpack_from(raw)  # fmt: skip
+    fields = _RECORD.unpack_from(raw)
+    store, region, count, blob_bytes, zero, incarnation, generation, length, hint = fields[3:12]
+    digest, namespace, layout_id, chunk, parent, mask, check = fields[12:]
     raw[_RECORD.size - 8 : _RECORD.size] = bytes(8)
     if check != xxhash.xxh3_64_intdigest(raw):
         raise BadRecord("record: checksum of the header")
@@ -436,110 +434,3 @@ def check_place(record: Record, origin: Origin, length_bytes: int) -> None:
         raise BadRecord("record: another store, region, incarnation or generation")
     if record.length_bytes != length_bytes:
         raise BadRecord("record: another length")
-
-
-# -------------------------------------------------------------------------------- index rows
-
-ROW: Final = struct.Struct("<16s32s32s32sIIQQQQQQ")
-"""space key, chunk | parent, mask, region, form, offset, length, generation, stored, hint, check"""
-ROW_BYTES: Final = ROW.size
-VALUE_BYTES: Final = ROW_BYTES - KEY_BYTES
-_WORDS: Final = ROW_BYTES // 8
-_FACTORS: Final[NDArray[np.uint64]] = np.array(
-    [(0x9E3779B97F4A7C15 * (2 * n + 1)) % (1 << 64) | 1 for n in range(_WORDS - 1)], np.uint64
-)
-_REST: Final = np.uint64(0x2545F4914F6CDD1D)
-assert ROW_BYTES == 8 * _WORDS
-
-
-class Row(NamedTuple):
-    """An index entry, without its checksum."""
-
-    space_key: bytes
-    chunk: bytes
-    parent: bytes
-    mask: bytes
-    region: int
-    form: int
-    offset_bytes: int
-    length_bytes: int
-    generation: int
-    stored_bytes: int
-    hint: int
-
-    @property
-    def key(self) -> bytes:
-        """The 48 bytes under which it stands in the index."""
-        return self.space_key + self.chunk
-
-    @property
-    def ref(self) -> Ref:
-        """Its place."""
-        return Ref(self.region, self.offset_bytes, self.length_bytes, self.generation)
-
-
-def checks(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the check word of each row, from its other words.
-
-    A sum of the words, each times an odd constant, modulo 2**64: it sees every change within one
-    word and all but 2**-64 of the others, and a million rows take some 30 ms.
-    """
-    total: NDArray[np.uint64] = words[:, : _WORDS - 1] @ _FACTORS + _REST
-    return total
-
-
-def words_of(rows: bytes) -> NDArray[np.uint64]:
-    """View packed rows as 64-bit words, one line a row."""
-    return np.frombuffer(rows, "<u8").reshape(-1, _WORDS)
-
-
-def encode_row(row: Row) -> bytes:
-    """Pack a row, key first: the first KEY_BYTES are the index key, the rest its value."""
-    packed = ROW.pack(*row, 0)
-    return packed[:-8] + int(checks(words_of(packed))[0]).to_bytes(8, "little")
-
-
-def decode_row(packed: bytes) -> Row:
-    """Unpack one row; BadRecord if its check is wrong."""
-    if len(packed) != ROW_BYTES:
-        raise BadRecord("index row: length")
-    words = words_of(packed)
-    if checks(words)[0] != words[0, -1]:
-        raise BadRecord("index row: checksum")
-    return Row._make(ROW.unpack(packed)[:-1])
-
-
-def row_of(record: Record, offset_bytes: int) -> Row:
-    """Return the index row that names this record."""
-    forms = {item.form for item in record.objects}
-    return Row(
-        record.space_digest[:SPACE_KEY_BYTES],
-        record.chunk,
-        record.parent,
-        record.mask,
-        record.origin.region,
-        forms.pop() if len(forms) == 1 else FORM_MIXED,
-        offset_bytes,
-        record.length_bytes,
-        record.origin.generation,
-        sum(item.stored_bytes for item in record.objects),
-        record.hint,
-    )
-
-
-def planned_row(bundle: Bundle, plan: Plan, origin: Origin, offset_bytes: int) -> Row:
-    """Return the index row for a record that is about to be written."""
-    forms = {part.form for part in bundle.parts}
-    return Row(
-        bundle.space.key,
-        bundle.chunk,
-        bundle.parent,
-        plan.mask,
-        origin.region,
-        forms.pop() if len(forms) == 1 else FORM_MIXED,
-        offset_bytes,
-        plan.length_bytes,
-        origin.generation,
-        sum(memoryview(part.stored).nbytes for part in bundle.parts),
-        bundle.hint,
-    )

@@ -15,7 +15,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import aiofiles.os
+import aiofiles.os  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,6 @@ async def settled(
             cancelled = error
             on_cancel()
     if cancelled is not None:
-        future.cancelled() or future.exception()  # noqa: B018 - seen, so that nothing complains
         raise cancelled
     return future.result()
 

@@ -73,7 +73,7 @@ def _outgoing(view: memoryview) -> list[memoryview]:
     return [staged]
 
 
-def write_record(
+def write_record(  # noqa: PLR0917 - run in a thread by name and arguments
     disk: Disk, handle: int, offset_bytes: int, bundle: Bundle, plan: Plan, origin: Origin
 ) -> None:
     """Checksum a bundle and write it; not durable before the region is synced.

@@ -214,7 +214,6 @@ class CatalogMachine(RuleBasedStateMachine):
         assert [record[:2] for record in records] == wanted
         granted: list[tuple[Key, Spot]] = []
         limit = Status.ORPHAN if depth and path[:depth] not in nodes else Status.OK
-        limited_at = -1
         busy = {f.key for f in model.filling.values() if not f.quarantined}
         exists = set()
         charged = model.filling_bytes(world.tenant)
@@ -222,10 +221,10 @@ class CatalogMachine(RuleBasedStateMachine):
             column = layout.column(group, member.rank)
             key = Key(world, path[: depth + index + 1], column)
             assert (status == Status.OK) == bool(spot[3])
-            if limit is not Status.OK and index != limited_at:
-                assert status == limit, "the chunks after a refused one are refused alike"
+            if limit is not Status.OK:
+                assert status == limit, "what comes after a refused object is refused alike"
             elif status in {Status.NO_SPACE, Status.OVER_QUOTA}:
-                limit, limited_at = Status(status), index
+                limit = Status(status)
                 charge = charged + layout.groups[group].object_bytes
                 assert (status == Status.OVER_QUOTA) == (charge > LIMITS[Resource.FILLING_BYTES])
             elif key in busy:
