@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING
 from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space
 from kvd.eviction import Eviction
 from kvd.filling import Fillings
-from kvd.identity import presence, rules_of, usable_prefix
+from kvd.identity import rules_of
 from kvd.places import PlaceRecord, place_record
+from kvd.prefix import usable_chunks
 from kvd.quota import Quota, Resource
 from kvd.types import OwnerId
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvd.metrics import Counters
     from kvd.tiers.slab import SlabPool
@@ -62,13 +63,16 @@ class Catalog:
 
     # ---------------------------------------------------------------- spaces
 
-    def enter(self, tenant: Tenant, namespace: bytes, label: str, layout: Layout) -> Space:
+    def enter(
+        self, tenant: Tenant, namespace: bytes, label: str, layout: Layout, *, lossy: bool = False
+    ) -> Space:
         """Return the space of a new session, made when it is the first."""
         key = (tenant, namespace, layout.id)
         space = self.spaces.get(key)
         if space is None:
             space = self.spaces[key] = Space(tenant, namespace, label, layout, rules_of(layout))
         space.sessions += 1
+        space.lossy = lossy
         return space
 
     def leave(self, space: Space) -> None:
@@ -85,41 +89,7 @@ class Catalog:
 
     def usable(self, space: Space, hashes: Sequence[bytes]) -> int:
         """Return the chunks of the usable prefix of a chain, warm or cold."""
-        chunks = space.chunks
-        full = space.full_mask
-        cold = self.cold_readable
-        complete = 0
-        for key in hashes:
-            chunk = chunks.get(key)
-            if chunk is None or (
-                chunk.mask != full and not (cold and chunk.mask | chunk.cold_mask == full)
-            ):
-                break
-            complete += 1
-        if complete == len(hashes) or space.prefix_only:
-            return complete  # all of it, or cut at the first hole: no rule says otherwise
-        masks = [self._readable(chunks.get(key)) for key in hashes]
-        return usable_prefix(presence(masks, space.layout.columns), space.rules)
-
-    def _readable(self, chunk: Chunk | None) -> int:
-        if chunk is None:
-            return 0
-        return chunk.mask | chunk.cold_mask if self.cold_readable else chunk.mask
-
-    def warm_length(self, space: Space, chunks: Sequence[Chunk], first: int) -> int:
-        """Return how many of pinned chunks, from the first on, are a legal prefix in host slots.
-
-        Args:
-            space: Where.
-            chunks: Chunks `first` and later of a chain, as `hold` returned them.
-            first: Chunks before them, which the engine has.
-        """
-        if space.prefix_only:
-            return next(
-                (i for i, chunk in enumerate(chunks) if chunk.mask != space.full_mask), len(chunks)
-            )
-        masks = [space.full_mask] * first + [chunk.mask for chunk in chunks]
-        return max(0, usable_prefix(presence(masks, space.layout.columns), space.rules) - first)
+        return usable_chunks(space, hashes, cold=self.cold_readable)
 
     def hold(self, space: Space, hashes: Sequence[bytes], first: int) -> tuple[Chunk, ...]:
         """Pin chunks `first` and later of the usable prefix, as far as the quota goes.
@@ -149,7 +119,11 @@ class Catalog:
                 charge += chunk.size_bytes
                 chunk.pinned_bytes = chunk.size_bytes
             chunk.pins += 1
+            chunk.cold_used = True
             self._touch(chunk)
+            if chunk.unwanted:  # wanted after all
+                chunk.unwanted = False
+                self._settle(chunk, chunk.warm)
         if charge:
             charged = self.quota.charge(chunks[0].space.tenant, Resource.PINNED_BYTES, charge)
             assert charged  # C3: `hold` takes what fits; who attaches finds it pinned
@@ -400,6 +374,11 @@ class Catalog:
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
         self._settle(chunk, chunk.warm)
 
+    def reject(self, chunk: Chunk) -> None:
+        """Note that a chunk is not to be written down: it goes like a clean one."""
+        chunk.unwanted = True
+        self._settle(chunk, chunk.warm)
+
     def drop_cold(self, chunk: Chunk) -> None:
         """Forget the copy in the tier below."""
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = None, 0, False
@@ -435,14 +414,35 @@ class Catalog:
         chunk.moves -= 1
         self._settle(chunk, chunk.warm)
 
-    def restore(self, space: Space, key: bytes, parent: bytes, cold: Cold) -> Chunk | None:
-        """Put a chunk found in the tier below into the tree; None if its parent is not there."""
-        above = space.chunks.get(parent)
-        if above is None and parent != space.namespace:
-            return None
-        chunk = space.chunks.get(key) or self._graft(space, key, above)
-        chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
-        return chunk
+    def restore(self, space: Space, rows: Iterable[tuple[bytes, bytes, Cold]]) -> list[Chunk]:
+        """Put what the tier below holds into an empty space.
+
+        Args:
+            space: Where.
+            rows: Chunk hash, parent hash and copy, in any order.
+
+        Returns:
+            Chunks left out again because the chain above them is broken (T1).
+        """
+        chunks = space.chunks
+        assert not chunks
+        pairs = []
+        for key, parent, (place, mask, lossy) in rows:
+            chunk = chunks[key] = Chunk(key, space, None)
+            chunk.cold, chunk.cold_mask, chunk.cold_lossy = place, mask, lossy
+            pairs.append((chunk, parent))
+        broken = []
+        for chunk, parent in pairs:
+            if parent != space.namespace:
+                above = chunks.get(parent)
+                if above is None:
+                    broken.append(chunk)
+                else:
+                    chunk.join(above)
+        for chunk in broken:
+            broken.extend(chunk.children())
+            del chunks[chunk.hash]
+        return broken
 
     # ---------------------------------------------------------------- accounts
 
@@ -467,6 +467,13 @@ class Catalog:
             assert slot.state in {SlotState.RESERVED, SlotState.QUARANTINED}, "E1"
             filling[slot.tenant] += slot.size_bytes
         for tenant in self.pool.shares:
+            dirty = [
+                c.dirty_bytes
+                for space in self.spaces.values()
+                if space.tenant == tenant
+                for c in space.chunks.values()
+            ]
+            assert sum(dirty) == self.eviction.dirty_bytes[tenant], "V2"
             held = {s for slab in self.pool.slabs_of(tenant) for s in slab.slots.values()}
             assert {s for s in published if s.tenant == tenant} == held - set(
                 self.fillings.all()

@@ -144,6 +144,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--socket", metavar="PATH", help="where clients connect")
     parser.add_argument("--state-dir", metavar="PATH", help="where the daemon keeps its own files")
     parser.add_argument("--host-bytes", metavar="SIZE", help="host memory to use, as in 8GiB")
+    parser.add_argument("--nvme-bytes", metavar="SIZE", help="disk to use below it, as in 200GiB")
     parser.add_argument(
         "--check", action="store_true", help="print the complete configuration and exit"
     )
@@ -181,6 +182,7 @@ def _serve(options: argparse.Namespace) -> int:
         "socket": options.socket,
         "state_dir": options.state_dir,
         "host.bytes": options.host_bytes,
+        "nvme.bytes": options.nvme_bytes,
     }
     loaded = config.load(options.config, overrides)
     if options.check:

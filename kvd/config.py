@@ -11,13 +11,15 @@ import pwd
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from kvd import memory_limit
+from kvd import config_nvme, memory_limit
 from kvd.config_source import Source, Table, shown
 from kvd.errors import ConfigError
 from kvd.sizes import GIB, MIB, about, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from kvd.config_nvme import NvmeKnobs
 
 SYSTEM_FILE = "/etc/kvd/kvd.toml"
 SLAB_STEP = 2 * MIB
@@ -108,6 +110,7 @@ class Limits:
         lease_s: Longest life of a lease that is not released.
         greeting_s: From connecting to a complete greeting.
         drain_s: What sessions get to finish when the daemon goes down.
+        promote_s: What an acquire waits for its chunks to come up from the tier below.
         pinned_share: Of a tenant's part of the tier, what leases may hold at a time.
         filling_share: The same for slots that are being filled or are in quarantine.
     """
@@ -118,6 +121,7 @@ class Limits:
     lease_s: float = 600.0
     greeting_s: float = 2.0
     drain_s: float = 5.0
+    promote_s: float = 10.0
     pinned_share: float = 0.875
     filling_share: float = 0.5
 
@@ -129,13 +133,15 @@ class Config:
     socket: str
     state_dir: str
     host: HostConfig
+    nvme: NvmeKnobs
     tenants: tuple[TenantConfig, ...]
     limits: Limits
     socket_mode: int = 0o660
 
 
 _KNOWN = {
-    "": ("socket", "socket_mode", "state_dir", "host", "tenants", "limits"),
+    "": ("socket", "socket_mode", "state_dir", "host", "nvme", "tenants", "limits"),
+    "nvme": config_nvme.KEYS,
     "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads"),
     "limits": tuple(field.name for field in fields(Limits)),
     "tenants.NAME": ("uids", "host_share"),
@@ -171,11 +177,13 @@ def load(path: str | None, overrides: Mapping[str, object]) -> Config:
         host = replace(host, size_bytes=whole_bytes, slab_bytes=slab_bytes)
     _check_sizes(source, host_table, host, smallest)
     _check_memory(host_table, host)
+    state_dir = top.file_path("state_dir", _default_state_dir())
     return Config(
         socket=_socket(top),
         socket_mode=_mode(top),
-        state_dir=top.file_path("state_dir", _default_state_dir()),
+        state_dir=state_dir,
         host=host,
+        nvme=config_nvme.read(source.table(("nvme",), _KNOWN), state_dir),
         tenants=tenants,
         limits=_limits(source.table(("limits",), _KNOWN)),
     )
@@ -340,6 +348,7 @@ def _limits(table: Table) -> Limits:
         lease_s=table.number("lease_s", usual.lease_s, 0.01, 86_400),
         greeting_s=table.number("greeting_s", usual.greeting_s, 0.01, 60),
         drain_s=table.number("drain_s", usual.drain_s, 0, 600),
+        promote_s=table.number("promote_s", usual.promote_s, 0.01, 600),
         pinned_share=table.number("pinned_share", usual.pinned_share, 0.01, 1),
         filling_share=table.number("filling_share", usual.filling_share, 0.01, 1),
     )
@@ -360,6 +369,7 @@ def dump(config: Config) -> str:
         f'lock = "{host.lock}"',
         f"fault_threads = {host.fault_threads}",
     ]
+    lines += ["", *config_nvme.dump(config.nvme)]
     for tenant in config.tenants:
         uids = ", ".join(map(str, tenant.uids))
         lines += ["", f"[tenants.{_quoted(tenant.name)}]", f"uids = [{uids}]"]

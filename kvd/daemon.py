@@ -17,11 +17,13 @@ import os
 import resource
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvd import __version__, log, memory, notify
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
+from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
 from kvd.ipc.dispatch import Dispatcher
 from kvd.ipc.listener import Listener, Peer
@@ -33,6 +35,8 @@ from kvd.quota import Quota, Resource
 from kvd.statpage import StatPage
 from kvd.stats import gather
 from kvd.tiers.host import HostTier
+from kvd.tiers.nvme import NvmeStore
+from kvd.tiers.nvme_types import NvmeConfig
 from kvd.tiers.slab import SlabPool
 from kvd.types import OwnerId, SlabId, Tenant
 from kvd_client import wire
@@ -61,7 +65,6 @@ class Daemon:
         self.clock = MonotonicClock()
         self.epoch = epoch_now()
         self.slab_bytes = config.host.slab_bytes
-        self.deadline_ms_max = int(config.limits.fill_deadline_s * 1e3)
         self.counters = Counters()
         self.tenant_by_uid = {uid: Tenant(t.name) for t in config.tenants for uid in t.uids}
         count = config.host.slab_count
@@ -70,7 +73,11 @@ class Daemon:
         self.quota = Quota({t: self._limits(slabs) for t, slabs in shares.items()})
         self.catalog = Catalog(self.pool, self.quota, self.counters)
         self.leases = LeaseBook()
-        self.dispatcher = Dispatcher(self.catalog, self.leases, config.limits, self.clock)
+        self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
+        self.cold = self._cold_tier() if config.nvme.size_bytes else None
+        self.dispatcher = Dispatcher(
+            self.catalog, self.leases, config.limits, self.clock, self.cold
+        )
         self.sessions: dict[OwnerId, Session] = {}
         self.orphans: dict[OwnerId, tuple[int, Tenant]] = {}
         self.notes: list[str] = []
@@ -81,7 +88,13 @@ class Daemon:
         self._memory_changed = asyncio.Event()
         self._slabs_made = 0
         self._bug: BaseException | None = None
-        self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
+
+    def _cold_tier(self) -> ColdTier:
+        nvme = self.config.nvme
+        config = NvmeConfig(
+            Path(nvme.directory), nvme.size_bytes, nvme.region_bytes, threads=nvme.threads
+        )
+        return ColdTier(self.catalog, self.tier, NvmeStore(config, self.loop), nvme)
 
     def _limits(self, slabs: int) -> dict[Resource, int]:
         limits = self.config.limits
@@ -121,7 +134,9 @@ class Daemon:
         if self.dispatcher.draining:
             raise RefusedSession(Refusal.DRAINING, "this daemon is going down")
         self.counters.sessions += 1
-        return self.catalog.enter(tenant, hello.namespace, hello.label, layout)
+        return self.catalog.enter(
+            tenant, hello.namespace, hello.label, layout, lossy=bool(hello.lossy)
+        )
 
     def slab_fd(self, tenant: Tenant, slab: int) -> int | None:
         """Return the descriptor of a slab if it is the tenant's."""
@@ -216,6 +231,8 @@ class Daemon:
             self.loop.set_exception_handler(self._on_bug)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self.loop.add_signal_handler(number, self._stop.set)
+            if self.cold is not None:
+                self.cold.open()
             await self._wait_for_memory()
             self.loop.add_reader(self.listener, self._accept)
             self._publish(page)
@@ -223,13 +240,20 @@ class Daemon:
             _LOG.info("ready", socket=self.config.socket, epoch=self.epoch, pid=os.getpid())
             async with asyncio.TaskGroup() as group:
                 ticker = group.create_task(self._tick(page))
+                mover = group.create_task(self.cold.run(group)) if self.cold else None
                 await self._stop.wait()
                 if self._bug is not None:
                     raise self._bug
                 await self._drain()
+                if self.cold is not None and mover is not None:
+                    left = await self.cold.flush(self.config.nvme.flush_s)
+                    mover.cancel()
+                    _LOG.info("flushed", bytes_left=left)
                 ticker.cancel()
         finally:
             page.close()
+            if self.cold is not None:
+                await self.cold.close()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the daemon for an exception that nothing caught."""
@@ -259,6 +283,8 @@ class Daemon:
             await asyncio.sleep(TICK_S)
             self.loop_lag_ms = max(0.0, (self.loop.time() - due) * 1e3)
             self.dispatcher.sweep()
+            if self.cold is not None:
+                self.cold.store.tick()
             self._publish(page)
             notify.watchdog()
 

@@ -5,7 +5,7 @@
                | deadline
                v           confirm | holder dead
           QUARANTINED ---------------------------> FREE
-               (a slot also goes RESERVED -> FREE by abort, a lost race, or its holder's death)
+               (a slot also goes RESERVED -> FREE by abort, or its holder's death)
 
 Invariants:
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvd.cost import Gate
 from kvd.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ class SlotEvent(Enum):
 
     RESERVE = "reserve"
     PUBLISH = "publish"
-    LOSE = "lose the race"
     ABORT = "abort"
     DEADLINE = "deadline"
     CONFIRM = "confirm"
@@ -64,7 +64,6 @@ class SlotEvent(Enum):
 TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.FREE, SlotEvent.RESERVE): SlotState.RESERVED,
     (SlotState.RESERVED, SlotEvent.PUBLISH): SlotState.PUBLISHED,
-    (SlotState.RESERVED, SlotEvent.LOSE): SlotState.FREE,
     (SlotState.RESERVED, SlotEvent.ABORT): SlotState.FREE,
     (SlotState.RESERVED, SlotEvent.HOLDER_DEAD): SlotState.FREE,
     (SlotState.RESERVED, SlotEvent.DEADLINE): SlotState.QUARANTINED,
@@ -153,6 +152,8 @@ class Space:
         rules: The fold's rules.
         full_mask: The mask of a chunk that has all its objects.
         strides: Sizes of the slots that its objects need.
+        lossy: Whether its objects may go through a lossy form.
+        gate: Load or recompute.
         prefix_only: No group but `full` and `mla`: the usable prefix ends at the first hole.
         chunks: By hash.
         sessions: Live sessions; a space without sessions and chunks is forgotten.
@@ -161,8 +162,10 @@ class Space:
     __slots__ = (
         "chunks",
         "full_mask",
+        "gate",
         "label",
         "layout",
+        "lossy",
         "namespace",
         "prefix_only",
         "rules",
@@ -190,6 +193,8 @@ class Space:
         self.prefix_only = all(rule.kind in {"full", "mla"} for rule in rules)
         self.chunks: dict[bytes, Chunk] = {}
         self.sessions = 0
+        self.lossy = False
+        self.gate = Gate()
 
 
 class Chunk:
@@ -218,7 +223,9 @@ class Chunk:
         cold: Place of the cold copy; None without one.
         cold_mask: Columns of the cold copy.
         cold_lossy: Whether the cold copy is lossy.
+        cold_used: Whether it was asked for since the cold copy was written.
         unwanted: Not to be written to the tier below.
+        dirty_bytes: What the eviction counts of it as the only copy.
         tick: When it was last used; larger is later.
     """
 
@@ -226,6 +233,8 @@ class Chunk:
         "cold",
         "cold_lossy",
         "cold_mask",
+        "cold_used",
+        "dirty_bytes",
         "filling",
         "first_child",
         "hash",
@@ -265,13 +274,20 @@ class Chunk:
         self.cold: tuple[int, int, int, int] | None = None
         self.cold_mask = 0
         self.cold_lossy = False
+        self.cold_used = False
         self.unwanted = False
+        self.dirty_bytes = 0
         self.tick = 0
         if parent is not None:
-            self.next_sibling = parent.first_child
-            if self.next_sibling is not None:
-                self.next_sibling.previous_sibling = self
-            parent.first_child = self
+            self.join(parent)
+
+    def join(self, parent: Chunk) -> None:
+        """Become a child; for a node that has no parent yet and is not warm."""
+        self.parent = parent
+        self.next_sibling = parent.first_child
+        if self.next_sibling is not None:
+            self.next_sibling.previous_sibling = self
+        parent.first_child = self
 
     def leave(self) -> None:
         """Leave its parent's children, at its end."""
@@ -315,6 +331,11 @@ class Chunk:
         )
 
     @property
+    def ready(self) -> bool:
+        """Whether its host slots have all that is known of it."""
+        return not self.cold_mask & ~self.mask
+
+    @property
     def clean(self) -> bool:
         """Whether the cold copy has all that its host slots have."""
         return not self.mask & ~self.cold_mask
@@ -348,6 +369,7 @@ class Chunk:
             filling += slot.state is SlotState.RESERVED
             size_bytes += slot.size_bytes if slot.state is SlotState.PUBLISHED else 0
         assert not self.lossy_mask & ~mask, "T3"
+        assert self.dirty_bytes == (0 if self.clean or self.unwanted else size_bytes), "V2"
         assert size_bytes == self.size_bytes, "T3"
         assert (mask, filling) == (self.mask, self.filling), "T3"
 

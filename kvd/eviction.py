@@ -13,6 +13,7 @@ its demotion, and a store that finds nothing clean is refused in part and wakes 
 never stands still because of a disk.
 
 V1. Every evictable chunk is in the clean or the dirty order with its present tick.
+V2. The bytes counted as dirty are those of chunks that are neither clean nor unwanted.
 
 Pure.
 """
@@ -25,7 +26,7 @@ from kvd.entry import stride_of
 from kvd.policy import LeafLru
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from kvd.entry import Chunk, Slot, Space
     from kvd.tiers.slab import Slab, SlabPool
@@ -68,6 +69,8 @@ class Eviction:
         self._evict = evict
         self._orders: dict[tuple[Tenant, frozenset[int]], _Orders] = {}
         self.demoting = False
+        self.dirty_bytes: dict[Tenant, int] = dict.fromkeys(pool.shares, 0)
+        """Bytes in host slots that are the only copy and wanted below, a tenant."""
         self.pressed: set[Tenant] = set()
         """Tenants that found no room since the demoter looked last."""
 
@@ -81,6 +84,10 @@ class Eviction:
 
     def offer(self, chunk: Chunk) -> None:
         """Take in a chunk whose state or tick has changed (V1)."""
+        dirty = 0 if _free_to_go(chunk) else chunk.size_bytes
+        if dirty != chunk.dirty_bytes:
+            self.dirty_bytes[chunk.space.tenant] += dirty - chunk.dirty_bytes
+            chunk.dirty_bytes = dirty
         orders = self._of(chunk.space)
         if chunk.evictable:
             (orders.clean if _free_to_go(chunk) else orders.dirty).offer(chunk)
@@ -96,7 +103,7 @@ class Eviction:
         ]
         return min(found, key=lambda chunk: chunk.tick, default=None)
 
-    def begin_demoting(self, chunks: Iterator[Chunk]) -> None:
+    def begin_demoting(self, chunks: Iterable[Chunk]) -> None:
         """The tier below takes in from now on: what is dirty waits for it."""
         self.demoting = True
         for chunk in chunks:

@@ -13,6 +13,7 @@ class Counters:
         lookups: Look-ups answered.
         lookup_chunks_asked: Chunks asked for in look-ups.
         lookup_chunks_found: Chunks of usable prefixes in the answers.
+        lookup_chunks_worth: Of those, chunks worth loading rather than computing.
         acquires: Leases granted.
         acquires_missed: Acquires that found nothing to hold.
         acquires_over_quota: Acquires cut short by the tenant's pinned bytes.
@@ -25,6 +26,17 @@ class Counters:
         reserves_expired: Reservations whose deadline passed.
         evictions: Objects dropped, by reason.
         bytes_evicted: Their bytes.
+        demotions: Chunks written to the tier below.
+        demotions_failed: Demotions that failed; the chunks stayed where they were.
+        bytes_demoted: Objects' bytes written down, before the cold form.
+        bytes_written: Bytes of records written for them.
+        bytes_rewritten: Bytes of records written again when their region was reclaimed.
+        promotions: Chunks brought up from the tier below.
+        promotions_failed: Promotions that failed: damaged, gone, or the disk.
+        bytes_promoted: Objects' bytes they gave.
+        bytes_read: Bytes of records read for them.
+        cold_drops: Cold copies given up for room.
+        bytes_cold_dropped: Their records.
         sessions: Sessions welcomed.
         sessions_refused: Greetings refused.
         sessions_ended_badly: Sessions ended for breaking the protocol.
@@ -34,6 +46,7 @@ class Counters:
     lookups: int = 0
     lookup_chunks_asked: int = 0
     lookup_chunks_found: int = 0
+    lookup_chunks_worth: int = 0
     acquires: int = 0
     acquires_missed: int = 0
     acquires_over_quota: int = 0
@@ -46,6 +59,17 @@ class Counters:
     reserves_expired: int = 0
     evictions: dict[str, int] = field(default_factory=dict)
     bytes_evicted: int = 0
+    demotions: int = 0
+    demotions_failed: int = 0
+    bytes_demoted: int = 0
+    bytes_written: int = 0
+    bytes_rewritten: int = 0
+    promotions: int = 0
+    promotions_failed: int = 0
+    bytes_promoted: int = 0
+    bytes_read: int = 0
+    cold_drops: int = 0
+    bytes_cold_dropped: int = 0
     sessions: int = 0
     sessions_refused: int = 0
     sessions_ended_badly: int = 0
@@ -55,3 +79,20 @@ class Counters:
         """Count objects dropped for a reason."""
         self.evictions[reason] = self.evictions.get(reason, 0) + objects
         self.bytes_evicted += size_bytes
+
+    def count_demotion(self, raw_bytes: int, record_bytes: int) -> None:
+        """Count a chunk written down."""
+        self.demotions += 1
+        self.bytes_demoted += raw_bytes
+        self.bytes_written += record_bytes
+
+    def count_promotion(self, raw_bytes: int, record_bytes: int) -> None:
+        """Count a chunk brought up."""
+        self.promotions += 1
+        self.bytes_promoted += raw_bytes
+        self.bytes_read += record_bytes
+
+    def count_cold_drop(self, record_bytes: int) -> None:
+        """Count a cold copy given up for room."""
+        self.cold_drops += 1
+        self.bytes_cold_dropped += record_bytes

@@ -25,9 +25,7 @@ def place_record(
     return (index, group, status, slot.slab, slot.offset_bytes, slot.size_bytes, slot.generation)
 
 
-def places_of(
-    layout: Layout, chunks: Iterable[Chunk], first: int, rank: int
-) -> list[PlaceRecord]:
+def places_of(layout: Layout, chunks: Iterable[Chunk], first: int, rank: int) -> list[PlaceRecord]:
     """Say where a rank's published objects of pinned chunks are; `first` is the first's index."""
     columns = [(group, layout.column(group, rank)) for group in range(len(layout.groups))]
     return [

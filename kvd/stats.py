@@ -35,8 +35,22 @@ def gather(daemon: Daemon) -> dict[str, Any]:
         "chunks": daemon.catalog.chunk_count(),
         "leases": len(daemon.leases),
         "leases_overdue": daemon.leases.overdue_count(),
+        "nvme": _nvme(daemon),
         "counters": asdict(daemon.counters),
     }
+
+
+def _nvme(daemon: Daemon) -> dict[str, Any] | None:
+    """Describe the tier below, None without one."""
+    cold = daemon.cold
+    if cold is None:
+        return None
+    found = cold.store.stats()
+    found["dirty_bytes"] = sum(daemon.catalog.eviction.dirty_bytes.values())
+    found["demoting"] = daemon.catalog.eviction.demoting
+    found["form"] = daemon.config.nvme.form
+    found["note"] = cold.form_note
+    return found
 
 
 def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
@@ -99,6 +113,8 @@ def _spaces(daemon: Daemon) -> list[dict[str, Any]]:
             "layout": space.layout.id.hex()[:12],
             "chunks": len(space.chunks),
             "sessions": space.sessions,
+            "prefill_tokens_s": round(space.gate.prefill.per_s),
+            "gate": space.gate.why,
         }
         for space in list(daemon.catalog.spaces.values())[:LISTED_MAX]
     ]

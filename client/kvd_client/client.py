@@ -54,6 +54,7 @@ class Client:
             namespace.label,
             layout.fields(),
             rank,
+            int(namespace.lossy),
         )
         self._link = Link(socket, hello)
 
@@ -119,14 +120,20 @@ class Client:
         """Tell whether the daemon answers."""
         return self.wait(self._link.begin(wire.Ping, lambda _: True, miss=False))
 
+    def report_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell how long computing so many tokens took: what loading has to beat."""
+        micros = _milliseconds("seconds", seconds * 1e3)
+        if tokens > 0 and micros:
+            self._link.begin(lambda r: wire.Prefill(r, tokens, micros), _status, Status.STALE)
+
     def begin_lookup(self, hashes: Sequence[bytes]) -> Ticket[Found]:
         """Begin `lookup`; wait for the ticket or poll."""
         joined = _join(hashes)
         step = self.layout.chunk_tokens
         return self._link.begin(
             lambda r: wire.Lookup(r, joined),
-            lambda reply: Found(reply.chunks, reply.chunks * step),
-            Found(0, 0),
+            lambda reply: Found(reply.chunks, reply.chunks * step, reply.worth),
+            Found(0, 0, 0),
         )
 
     def lookup(self, hashes: Sequence[bytes]) -> Found:
@@ -191,6 +198,7 @@ class Client:
             token=reply.token,
             first=reply.first,
             chunks=reply.chunks,
+            lossy=bool(reply.lossy),
             objects=reply.objects,
             slabs=connection.slabs_of(reply.objects),
         )
@@ -330,7 +338,7 @@ def _milliseconds(name: str, seconds: float) -> int:
     return int(min(seconds, 1e6) * 1e3)
 
 
-def _status(reply: wire.ReleaseReply) -> Status:
+def _status(reply: wire.StatusReply) -> Status:
     return Status(reply.status)
 
 

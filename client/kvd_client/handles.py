@@ -29,10 +29,17 @@ T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """Answer to a look-up: the usable prefix, which may be gone a moment later."""
+    """Answer to a look-up: the usable prefix, which may be gone a moment later.
+
+    Attributes:
+        chunks: Its length.
+        tokens: The same in tokens.
+        worth: Of the chunks, how many are faster to load than to compute, as far as is known.
+    """
 
     chunks: int
     tokens: int
+    worth: int
 
 
 class Ticket(Generic[T]):
@@ -87,6 +94,7 @@ class Lease:
     Attributes:
         first: First chunk held.
         chunks: Chunks of the usable prefix; equal to `first` for a miss.
+        lossy: Whether any of the objects went through a lossy form.
         token: What a worker of the same tenant gives to `Client.attach`; 16 bytes.
     """
 
@@ -99,6 +107,7 @@ class Lease:
         token: bytes = b"",
         first: int = 0,
         chunks: int = 0,
+        lossy: bool = False,
         objects: bytes = b"",
         slabs: dict[int, memoryview] | None = None,
     ) -> None:
@@ -109,6 +118,7 @@ class Lease:
         self.token = token
         self.first = first
         self.chunks = chunks
+        self.lossy = lossy
         self._objects = objects
         self._slabs = slabs or {}  # of its own: a lost session does not end the bytes
         self._table: dict[tuple[int, int], Place] | None = None

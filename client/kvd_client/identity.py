@@ -68,6 +68,7 @@ class Namespace(NamedTuple):
         rope: The rotary embedding's parameters, as text.
         salt: 16 to 64 secret bytes shared by those who may share prefixes, or empty.
         extra: What else changes KV (quantisation, attention back end, image tower, ...).
+        lossy: Objects may go through a lossy cold form (FP8); exact copies only, otherwise.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Namespace(NamedTuple):
     rope: str = ""
     salt: bytes = b""
     extra: str = ""
+    lossy: bool = False
 
     def check(self) -> Namespace:
         """Return self, or raise ValueError naming the first bad field."""
@@ -89,6 +91,10 @@ class Namespace(NamedTuple):
         salt: object = self.salt
         if not isinstance(salt, bytes):
             msg = "namespace.salt must be bytes"
+            raise ValueError(msg)  # noqa: TRY004 - one error type for a bad field
+        lossy: object = self.lossy
+        if not isinstance(lossy, bool):
+            msg = "namespace.lossy must be True or False"
             raise ValueError(msg)  # noqa: TRY004 - one error type for a bad field
         if self.salt and not SALT_BYTES_MIN <= len(self.salt) <= SALT_BYTES_MAX:
             msg = f"namespace.salt must be empty or {SALT_BYTES_MIN} to {SALT_BYTES_MAX} bytes"

@@ -92,6 +92,7 @@ class Hello(NamedTuple):
     label: str
     layout: list[object]
     rank: int
+    lossy: int
 
 
 class Welcome(NamedTuple):
@@ -102,7 +103,6 @@ class Welcome(NamedTuple):
     session: int
     ring_bytes: int
     slab_bytes: int
-    deadline_ms_max: int
 
 
 class Refused(NamedTuple):
@@ -162,6 +162,14 @@ class Attach(NamedTuple):
     token: bytes
 
 
+class Prefill(NamedTuple):
+    """Ring: computing so many tokens of my namespace's model took so long."""
+
+    request: int
+    tokens: int
+    micros: int
+
+
 class Release(NamedTuple):
     """Ring: this lease ends, and no copy out of its objects is under way."""
 
@@ -200,10 +208,11 @@ class Pong(NamedTuple):
 
 
 class LookupReply(NamedTuple):
-    """Ring, reply to Lookup: chunks of the usable prefix."""
+    """Ring, reply to Lookup: chunks of the usable prefix, and how many are worth loading."""
 
     request: int
     chunks: int
+    worth: int
 
 
 class AcquireReply(NamedTuple):
@@ -215,11 +224,12 @@ class AcquireReply(NamedTuple):
     token: bytes
     first: int
     chunks: int
+    lossy: int
     objects: bytes
 
 
-class ReleaseReply(NamedTuple):
-    """Ring, reply to Release."""
+class StatusReply(NamedTuple):
+    """Ring, reply to Release and Prefill."""
 
     request: int
     status: int
@@ -299,13 +309,13 @@ _OBJECTS = _binary(OBJECT.size, HASHES_MAX)
 Table = dict[int, tuple[type[Any], tuple[Rule, ...]]]
 
 TO_DAEMON: Table = {
-    1: (Hello, (_SMALL, _TEXT, _HASH, _TEXT, _LIST, _SMALL)),
+    1: (Hello, (_SMALL, _TEXT, _HASH, _TEXT, _LIST, _SMALL, _FLAG)),
     2: (SlabRequest, (_SMALL,)),
     3: (Bye, ()),
 }
 """Messages on the socket towards the daemon, by opcode."""
 TO_CLIENT: Table = {
-    1: (Welcome, (_SMALL, _ID, _ID, _SMALL, _ID, _SMALL)),
+    1: (Welcome, (_SMALL, _ID, _ID, _SMALL, _ID)),
     2: (SlabReply, (_SMALL, _ID)),
     3: (Refused, (_SMALL, _LONG_TEXT)),
 }
@@ -319,13 +329,14 @@ REQUESTS: Table = {
     6: (Reserve, (_ID, _HASH, _HASHES, _SMALL, _SMALL)),
     7: (Publish, (_ID, _GENERATIONS)),
     8: (Abort, (_ID, _GENERATIONS)),
+    9: (Prefill, (_ID, _SMALL, _SMALL)),
 }
 """Messages on the request ring, by opcode."""
 REPLIES: Table = {
     1: (Pong, (_ID,)),
-    2: (LookupReply, (_ID, _SMALL)),
-    3: (AcquireReply, (_ID, _SMALL, _ID, _TOKEN, _SMALL, _SMALL, _OBJECTS)),
-    5: (ReleaseReply, (_ID, _SMALL)),
+    2: (LookupReply, (_ID, _SMALL, _SMALL)),
+    3: (AcquireReply, (_ID, _SMALL, _ID, _TOKEN, _SMALL, _SMALL, _FLAG, _OBJECTS)),
+    5: (StatusReply, (_ID, _SMALL)),
     6: (ReserveReply, (_ID, _OBJECTS)),
     7: (ResultsReply, (_ID, _binary(1, HASHES_MAX))),
 }

@@ -1,16 +1,20 @@
 """What each request does: the one place where limits are applied.
 
 Synchronous, on the loop, and to completion: between a request's first look at the catalog and its
-reply nothing else happens.
+reply nothing else happens. One request may be answered later: an acquire that waits for promotions
+(`waiting.py`).
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kvd.cost import Load
+from kvd.ipc.waiting import Waiting
 from kvd.lease import Lease
 from kvd.places import places_of
+from kvd.prefix import warm_length
 from kvd.quota import Resource
 from kvd.types import Generation, LeaseId, OwnerId, Tenant
 from kvd_client import wire
@@ -23,11 +27,15 @@ if TYPE_CHECKING:
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Limits
+    from kvd.cost import Rates
     from kvd.entry import Chunk, Space
+    from kvd.ipc.waiting import Later
     from kvd.lease import LeaseBook
     from kvd.metrics import Counters
 
 _MS = 1_000_000
+WAITING_MAX = 64
+"""Most acquires of one session that wait for promotions."""
 _NO_TOKEN = bytes(wire.TOKEN_BYTES)
 
 
@@ -41,7 +49,7 @@ class Caller:
         rank: Whose shards it reads and writes.
     """
 
-    __slots__ = ("owner", "rank", "space", "tenant")
+    __slots__ = ("gone", "owner", "rank", "space", "tenant")
 
     def __init__(self, owner: OwnerId, tenant: Tenant, space: Space, rank: int) -> None:
         """Keep the four."""
@@ -49,13 +57,43 @@ class Caller:
         self.tenant = tenant
         self.space = space
         self.rank = rank
+        self.gone = False
+
+
+class Riser(Protocol):
+    """What brings chunks up from the tier below."""
+
+    def promote(self, chunk: Chunk, done: Callable[[bool], None]) -> bool:
+        """Begin, or join; False when there is no room."""
+        ...
+
+    def leave(self, chunk: Chunk, done: Callable[[bool], None]) -> None:
+        """Stop waiting for a promotion."""
+        ...
+
+    def cost(self) -> Rates:
+        """Return the measured rates."""
+        ...
+
+    def wake(self) -> None:
+        """Hear that a store found no room."""
+        ...
 
 
 class Dispatcher:
     """Answers requests from the catalog and the lease book."""
 
-    def __init__(self, catalog: Catalog, leases: LeaseBook, limits: Limits, clock: Clock) -> None:
-        """Share the loop's state; owns none of it."""
+    def __init__(
+        self,
+        catalog: Catalog,
+        leases: LeaseBook,
+        limits: Limits,
+        clock: Clock,
+        riser: Riser | None = None,
+    ) -> None:
+        """Share the loop's state; own the acquires that wait."""
+        self._riser = riser
+        self._waiting: dict[OwnerId, set[Waiting]] = {}
         self._catalog = catalog
         self._leases = leases
         self._limits = limits
@@ -66,23 +104,33 @@ class Dispatcher:
         self._handlers: dict[type[Any], Callable[[Caller, Any], tuple[Any, ...]]] = {
             wire.Ping: self._ping,
             wire.Lookup: self._lookup,
-            wire.Acquire: self._acquire,
             wire.Attach: self._attach,
             wire.Release: self._release,
             wire.Reserve: self._reserve,
             wire.Publish: self._publish,
             wire.Abort: self._abort,
+            wire.Prefill: self._prefill,
         }
 
-    def answer(self, caller: Caller, body: bytes) -> bytes:
+    def answer(self, caller: Caller, body: bytes, later: Later) -> bytes | None:
         """Decode a request, carry it out and encode the reply.
+
+        Args:
+            caller: Who asks.
+            body: The request.
+            later: Takes the reply when it comes later; then None is returned.
 
         Raises:
             WireError: The request breaks the protocol.
         """
         message = wire.decode(body, wire.REQUESTS)
         self._counters.messages += 1
-        return wire.encode(self._handlers[type(message)](caller, message))
+        reply: tuple[Any, ...] | None
+        if type(message) is wire.Acquire:
+            reply = self._acquire(caller, message, later)
+        else:
+            reply = self._handlers[type(message)](caller, message)
+        return None if reply is None else wire.encode(reply)
 
     def _ping(self, caller: Caller, ask: wire.Ping) -> wire.Pong:  # noqa: ARG002
         return wire.Pong(ask.request)
@@ -93,9 +141,31 @@ class Dispatcher:
         self._counters.lookups += 1
         self._counters.lookup_chunks_asked += len(hashes)
         self._counters.lookup_chunks_found += found
-        return wire.LookupReply(ask.request, found)
+        worth = self._worth(caller.space, hashes[:found]) if found else 0
+        self._counters.lookup_chunks_worth += worth
+        return wire.LookupReply(ask.request, found, worth)
 
-    def _acquire(self, caller: Caller, ask: wire.Acquire) -> wire.AcquireReply:
+    def _worth(self, space: Space, hashes: list[bytes]) -> int:
+        """Return how much of a usable prefix is faster to load than to compute."""
+        warm = next((i for i, key in enumerate(hashes) if not space.chunks[key].ready), len(hashes))
+        if warm == len(hashes) or self._riser is None:
+            return len(hashes)  # from host memory it always is
+        lengths = {self._catalog.usable(space, hashes[:warm]), len(hashes)} - {0}
+        offers = [(n, self._load(space, hashes[:n])) for n in sorted(lengths)]
+        return space.gate.worth(offers, self._riser.cost())
+
+    @staticmethod
+    def _load(space: Space, hashes: list[bytes]) -> Load:
+        chunks = [space.chunks[key] for key in hashes]
+        cold = sum([chunk.cold[2] for chunk in chunks if chunk.cold and not chunk.ready])
+        host = sum([chunk.size_bytes for chunk in chunks])
+        return Load(len(hashes) * space.layout.chunk_tokens, host, cold)
+
+    def _prefill(self, caller: Caller, ask: wire.Prefill) -> wire.StatusReply:
+        caller.space.gate.prefill.observe(ask.tokens, ask.micros / 1e6)
+        return wire.StatusReply(ask.request, Status.OK)
+
+    def _acquire(self, caller: Caller, ask: wire.Acquire, later: Later) -> wire.AcquireReply | None:
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
             return _no_lease(ask.request, ask.first, refusal)
@@ -105,8 +175,68 @@ class Dispatcher:
         if not chunks:
             self._counters.acquires_missed += 1
             return _no_lease(ask.request, ask.first, Status.MISS)
+        cold = [chunk for chunk in chunks if not chunk.ready]
+        if not cold or self._riser is None:
+            return self._settle(caller, ask, chunks)
+        if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
+            self._catalog.unpin(chunks)
+            return _no_lease(ask.request, ask.first, Status.OVER_QUOTA)
+        return self._wait(caller, ask, chunks, cold, later)
+
+    def _wait(
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        cold: list[Chunk],
+        later: Later,
+    ) -> wire.AcquireReply | None:
+        """Begin the promotions that an acquire needs; it is answered when they have ended."""
+        assert self._riser is not None
+        deadline_ns = self._clock.now_ns() + int(self._limits.promote_s * 1e9)
+        waiting = Waiting(
+            caller, ask, chunks, later=later, deadline_ns=deadline_ns, finish=self._finish
+        )
+        for chunk in cold:
+            done = waiting.risen(chunk)
+            if not self._riser.promote(chunk, done):
+                del waiting.rising[chunk]
+                break  # no room: nothing after it would be usable either
+        if not waiting.rising:
+            waiting.over = True
+            return self._settle(caller, ask, chunks)
+        self._waiting.setdefault(caller.owner, set()).add(waiting)
+        return None
+
+    def _finish(self, waiting: Waiting) -> None:
+        """Answer an acquire that has waited, with as much as is there (W2)."""
+        waiting.over = True
+        assert self._riser is not None
+        for chunk, done in waiting.rising.items():
+            self._riser.leave(chunk, done)
+        owner = waiting.caller.owner
+        self._waiting[owner].discard(waiting)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+        if waiting.caller.gone:
+            self._catalog.unpin(waiting.chunks)
+            return
+        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks)
+        waiting.later(wire.encode(reply))
+
+    def _settle(
+        self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...]
+    ) -> wire.AcquireReply:
+        """Grant a lease over as many of pinned chunks as are usable in host slots."""
+        usable = warm_length(caller.space, chunks, ask.first)
+        self._catalog.unpin(chunks[usable:])
+        if not usable:
+            self._counters.acquires_missed += 1
+            return _no_lease(ask.request, ask.first, Status.MISS)
         ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
-        return self._grant(caller, ask.request, chunks, ask.first, ttl_ms, reading=bool(ask.read))
+        return self._grant(
+            caller, ask.request, chunks[:usable], ask.first, ttl_ms, reading=bool(ask.read)
+        )
 
     def _lease_refusal(self, caller: Caller) -> Status:
         if self.draining:
@@ -154,6 +284,7 @@ class Dispatcher:
             lease.token,
             first,
             first + len(chunks),
+            int(any(chunk.lossy_mask for chunk in chunks)),
             wire.pack_places(places),
         )
 
@@ -168,13 +299,13 @@ class Dispatcher:
         left_ms = max(0, lease.deadline_ns - self._clock.now_ns()) // _MS
         return self._grant(caller, ask.request, lease.chunks, lease.first, left_ms, reading=True)
 
-    def _release(self, caller: Caller, ask: wire.Release) -> wire.ReleaseReply:
+    def _release(self, caller: Caller, ask: wire.Release) -> wire.StatusReply:
         lease = self._leases.of(LeaseId(ask.lease), caller.owner)
         if lease is None:
-            return wire.ReleaseReply(ask.request, Status.STALE)
+            return wire.StatusReply(ask.request, Status.STALE)
         self._leases.end(lease)
         self.let_go([lease])
-        return wire.ReleaseReply(ask.request, Status.OK)
+        return wire.StatusReply(ask.request, Status.OK)
 
     def _reserve(self, caller: Caller, ask: wire.Reserve) -> wire.ReserveReply:
         hashes = wire.split_hashes(ask.hashes)
@@ -199,14 +330,17 @@ class Dispatcher:
             groups=ask.groups,
             deadline_ns=self._clock.now_ns() + deadline_ms * _MS,
         )
+        if self._catalog.eviction.pressed and self._riser is not None:
+            self._riser.wake()
         return wire.ReserveReply(ask.request, wire.pack_places(places))
 
     def _publish(self, caller: Caller, ask: wire.Publish) -> wire.ResultsReply:
         now_ns = self._clock.now_ns()
         publish = self._catalog.publish
         generations = wire.unpack_generations(ask.generations)
-        results = [publish(caller.owner, Generation(g), now_ns) for g in generations]
-        return wire.ResultsReply(ask.request, bytes(results))
+        # Tail first: a chain's head is used last, so it outlives what depends on it.
+        results = [publish(caller.owner, Generation(g), now_ns) for g in reversed(generations)]
+        return wire.ResultsReply(ask.request, bytes(reversed(results)))
 
     def _abort(self, caller: Caller, ask: wire.Abort) -> wire.ResultsReply:
         generations = wire.unpack_generations(ask.generations)
@@ -225,7 +359,16 @@ class Dispatcher:
         """Let time pass over leases and reservations."""
         now_ns = self._clock.now_ns()
         self.let_go(self._leases.sweep(now_ns))
+        late = [w for every in self._waiting.values() for w in every if w.deadline_ns <= now_ns]
+        for waiting in late:
+            self._finish(waiting)
         self._catalog.sweep(now_ns)
+
+    def leave(self, caller: Caller) -> None:
+        """Forget what a session waits for; its promotions go on for the others, or end."""
+        caller.gone = True
+        for waiting in list(self._waiting.get(caller.owner, ())):
+            self._finish(waiting)
 
     def part(self, owner: OwnerId, *, dead: bool) -> bool:
         """End what a session holds; all of it if it is dead or said that it is done.
@@ -239,4 +382,4 @@ class Dispatcher:
 
 
 def _no_lease(request: int, first: int, status: Status) -> wire.AcquireReply:
-    return wire.AcquireReply(request, status, 0, _NO_TOKEN, first, first, b"")
+    return wire.AcquireReply(request, status, 0, _NO_TOKEN, first, first, 0, b"")

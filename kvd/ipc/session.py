@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import socket
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,7 +56,6 @@ class Host(Protocol):
     dispatcher: Dispatcher
     epoch: int
     slab_bytes: int
-    deadline_ms_max: int
 
     def enter(self, tenant: Tenant, hello: wire.Hello, layout: Layout) -> Space:
         """Admit a greeting; raises RefusedSession."""
@@ -103,6 +103,7 @@ class Session:
         self._socket = connection
         self._bell = -1
         self._memory: mmap.mmap | None = None
+        self._unsent: deque[bytes] = deque()
         self._ends: list[Consumer | Producer] = []
         self._outbox: tuple[bytes, list[int]] | None = None
         self._stall_s = STALL_S[0]
@@ -201,7 +202,6 @@ class Session:
                 self.owner,
                 wire.RING_BYTES,
                 self._host.slab_bytes,
-                self._host.deadline_ms_max,
             )
             self._send(wire.encode(welcome), [memory_fd, self._bell])
         finally:
@@ -251,8 +251,9 @@ class Session:
             return
         answered = False
         try:
+            answered = self._send_late()
             for _ in range(MESSAGES_A_TURN):
-                if self._completions.room_bytes() < wire.MESSAGE_BYTES_MAX:
+                if self._unsent or self._completions.room_bytes() < wire.MESSAGE_BYTES_MAX:
                     self._again = self._host.loop.call_later(self._stall_s, self._serve)
                     self._stall_s = min(2 * self._stall_s, STALL_S[1])
                     break
@@ -260,9 +261,11 @@ class Session:
                 body = self._requests.receive()
                 if body is None:
                     break
-                sent = self._completions.send(self._host.dispatcher.answer(self.caller, body))
-                assert sent  # room was made sure of
-                answered = True
+                reply = self._host.dispatcher.answer(self.caller, body, self._send_later)
+                if reply is not None:
+                    sent = self._completions.send(reply)
+                    assert sent  # room was made sure of
+                    answered = True
             else:
                 self._again = self._host.loop.call_soon(self._serve)
         except (RingError, WireError) as error:
@@ -270,6 +273,25 @@ class Session:
             self.close("broken protocol", refusal=refusal)
             return
         if answered:
+            self._ring()
+
+    def _send_later(self, reply: bytes) -> None:
+        """Take a reply that comes on its own; it waits where the ring has no room (bounded, W2)."""
+        if not self.closed:
+            self._unsent.append(reply)
+            if self._again is None:
+                self._serve()
+
+    def _send_late(self) -> bool:
+        """Send late replies as far as there is room."""
+        sent = False
+        while self._unsent and self._completions.room_bytes() >= len(self._unsent[0]):
+            sent = self._completions.send(self._unsent.popleft())
+        return sent
+
+    def _ring(self) -> None:
+        """Tell the client that there are replies."""
+        if not self.closed:
             with suppress(OSError):  # bells enough to wake it, or it left: its last packet is next
                 self._socket.send(wire.BELL, socket.MSG_DONTWAIT)
 
@@ -314,6 +336,7 @@ class Session:
             self._memory.close()
         stays = False
         if self.caller is not None:
+            self._host.dispatcher.leave(self.caller)
             dead = bye or process_gone(self.pidfd)
             stays = self._host.dispatcher.part(self.owner, dead=dead)
         _LOG.info("session closed", id=self.owner, why=why, error=refusal, orphaned=stays)

@@ -13,8 +13,25 @@ from __future__ import annotations
 
 import resource
 import sys
+from typing import TYPE_CHECKING, Final
 
 import lmdb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROW_BYTES: Final = 168
+"""rows.ROW_BYTES; a copy, since importing kvd would take longer than the work."""
+
+
+def fixed(items: Iterator[tuple[bytes, bytes]], size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Pass on what is read; end the process if a row has another length than rows have."""
+    if not size:
+        yield from items
+    for item in items:
+        if len(item[0]) + len(item[1]) != size:
+            raise SystemExit("a row of another length")
+        yield item
 
 
 def main(source: str, target: str, map_bytes: int, names: list[str]) -> int:
@@ -39,8 +56,8 @@ def main(source: str, target: str, map_bytes: int, names: list[str]) -> int:
             write_to = new.open_db(name.encode())
             with old.begin(read_from) as reader, new.begin(write_to, write=True) as writer:
                 entries = reader.stat(read_from)["entries"]
-                cursor = writer.cursor()
-                consumed, added = cursor.putmulti(reader.cursor().iternext(), append=True)
+                items = fixed(reader.cursor().iternext(), ROW_BYTES if name == "rows" else 0)
+                consumed, added = writer.cursor().putmulti(items, append=True)
                 if not consumed == added == entries:
                     msg = f"{name}: {entries} entries, {consumed} read, {added} in order"
                     raise SystemExit(msg)

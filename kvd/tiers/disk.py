@@ -13,7 +13,6 @@ import errno
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ from kvd_client.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from _typeshed import ReadableBuffer
 
@@ -105,10 +105,6 @@ class Disk(Protocol):
         """Remove a file; no error if it is not there."""
         ...
 
-    def free_bytes(self, path: Path) -> int:
-        """Return what the file system has left for us."""
-        ...
-
     def lock(self, path: Path) -> int:
         """Take the only lock on a file, made if needed; the handle holds it.
 
@@ -165,10 +161,6 @@ class RealDisk:
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-
-    def free_bytes(self, path: Path) -> int:
-        stat = os.statvfs(path)
-        return stat.f_bavail * stat.f_frsize
 
     def lock(self, path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -234,18 +226,22 @@ def read_file(disk: Disk, path: Path, size_max: int) -> bytes | None:
         disk.close(handle)
 
 
-def replace_file(disk: Disk, path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all; durable when this returns."""
+def replace_file(disk: Disk, path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a small file so that it is there whole or not at all.
+
+    It is durable once the directory is synced. Without `sync` a power cut may leave part of it: for
+    content that vouches for itself.
+    """
     fresh = path.with_name(path.name + ".new")
     disk.unlink(fresh)
     handle = disk.open(fresh, create=True)
     try:
         write_all(disk, handle, [memoryview(content)], 0)
-        disk.fdatasync(handle)
+        if sync:
+            disk.fdatasync(handle)
     finally:
         disk.close(handle)
     disk.rename(fresh, path)
-    disk.fsync_dir(path.parent)
 
 
 def aligned_memory(size_bytes: int) -> memoryview:

@@ -12,7 +12,7 @@ Invariants:
 E1. A region with users (reads, or writes not yet committed) is never opened anew.
 E2. Places handed out in one use of a region do not overlap, and lie behind its header.
 E3. `live_bytes` and `live_count` are those of the rows in the index that lie in this use of it.
-E4. At least `spare` free or blank regions are left for rewrites.
+E4. Ordinary writes leave `spare` regions for rewrites: free, blank, or opened for them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Extents:
 
     def take_free(self, *, rewrite: bool, grow: bool) -> Region | None:
         """Return a region to open, one with a file first; None if there is none (E4)."""
-        if self.free_count(grow=grow) <= (0 if rewrite else self.spare):
+        kept = 0 if rewrite else self.spare - (self.current[True] is not None)
+        if self.free_count(grow=grow) <= max(0, kept):
             return None
         if self._free:
             region = self._free.popleft()

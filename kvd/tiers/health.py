@@ -47,6 +47,11 @@ class Health:
         return "slow" if self.slow else "open"
 
     @property
+    def ended(self) -> bool:
+        """Whether the tier is closed for good, or closing."""
+        return self._ended
+
+    @property
     def probing(self) -> bool:
         """Whether a probe is under way."""
         return self._probing

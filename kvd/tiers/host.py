@@ -139,6 +139,10 @@ class HostTier:
         """Return a slab's descriptor, still owned by the tier."""
         return self._slabs[slab][0]
 
+    def view(self, slab: SlabId, offset_bytes: int, size_bytes: int) -> memoryview:
+        """Return a writable view of part of a slab, good until `close`."""
+        return memoryview(self._slabs[slab][1])[offset_bytes : offset_bytes + size_bytes]
+
     def close(self) -> None:
         """Stop the threads and let go of the memory; waits for one piece at most."""
         self._stop.set()

@@ -103,7 +103,7 @@ class Index(Protocol):
         ...
 
     def get(self, keys: Sequence[bytes]) -> list[Row | None]:
-        """Return rows; None for one that is absent, or is damaged."""
+        """Return rows; None for one that is absent, or is damaged; raises as `commit` does."""
         ...
 
     def commit(self, changes: Changes) -> list[Row | None]:
@@ -122,7 +122,13 @@ class Index(Protocol):
 
 
 class IndexPlace(Protocol):
-    """Where an index is kept."""
+    """Where an index is kept.
+
+    Attributes:
+        copied: Whether what is open was copied, because nothing vouched for it.
+    """
+
+    copied: bool
 
     def open(self, mark: bytes) -> Index | None:
         """Open the index that is there, None if none is.
@@ -215,8 +221,11 @@ class LmdbIndex:
             return dict(txn.cursor().iternext())
 
     def get(self, keys: Sequence[bytes]) -> list[Row | None]:
-        with self._env.begin(self._rows) as txn:
-            return [_row(key, txn.get(key)) for key in keys]
+        try:
+            with self._env.begin(self._rows) as txn:
+                return [_row(key, txn.get(key)) for key in keys]
+        except lmdb.Error as error:
+            raise lmdb_error(error) from error
 
     def commit(self, changes: Changes) -> list[Row | None]:
         olds: list[Row | None] = []
@@ -415,7 +424,15 @@ class IndexThread:
                 if not batch:
                     self._running = False
                     return
-            self._run(batch)
+            try:
+                self._run(batch)
+            except BaseException as error:
+                with self._guard:
+                    batch += self._waiting
+                    self._waiting = []
+                    self._running = False
+                self._fail([job for job in batch if not job.done.done()], error)
+                raise
 
     def _run(self, batch: list[Job]) -> None:
         synced: dict[int, OSError | None] = {}
@@ -435,7 +452,7 @@ class IndexThread:
             self._commit(ready)
 
     def _try_sync(self, region: int) -> OSError | None:
-        """Sync a region. One that failed once fails for good: its pages may be marked clean (X5)."""
+        """Sync a region; one that failed once fails for good (X5)."""
         error = self._condemned.get(region)
         if error is None:
             try:
@@ -480,7 +497,7 @@ class IndexThread:
         return None
 
     @staticmethod
-    def _fail(batch: list[Job], error: Exception | None) -> None:
+    def _fail(batch: list[Job], error: BaseException | None) -> None:
         for job in batch:
             if error is not None:
                 job.done.set_exception(error)

@@ -92,8 +92,8 @@ class Ledger:
         changes = [Change(space + chunk, None, gen) for space, chunk, gen in keys]
         if not changes:
             return 0
-        if self._health.reason == "closed":
-            raise TierFailed("the NVMe tier is closed")
+        if self._health.ended:
+            raise TierFailed(f"the NVMe tier is closed: {self._health.reason}")
         olds = await self.commit(Changes(changes))
         count = sum(old is not None for old in olds)
         self._counters.deletes += count

@@ -39,7 +39,6 @@ from kvd.tiers.disk import (
     aligned_memory,
     replace_file,
 )
-from kvd.tiers.extents import Extents, Region
 from kvd.tiers.health import Health
 from kvd.tiers.index import (
     Change,
@@ -73,6 +72,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from _typeshed import WriteableBuffer
+
+    from kvd.tiers.extents import Extents, Region
 
 
 __all__ = [
@@ -220,8 +221,8 @@ class NvmeStore:
         if mark and not self.health.index_broken:
             try:
                 content = storefiles.encode_clean(self._uuid, mark)
-                replace_file(self._disk, self.config.directory / "clean", content)
-            except OSError as error:
+                replace_file(self._disk, self.config.directory / "clean", content, sync=False)
+            except OSError as error:  # then the next start copies the index
                 _LOG.warning("nvme not marked clean", why=error.strerror)
 
     # ---------------------------------------------------------------- writing

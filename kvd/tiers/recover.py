@@ -24,7 +24,7 @@ from kvd.tiers.disk import aligned_memory
 from kvd.tiers.extents import Extents, Region, RegionState
 from kvd.tiers.index import Change, Changes, IndexBroken, IndexFailed, IndexFull
 from kvd.tiers.region import BLOCK, FORMAT_VERSION, BadRecord, decode_region, decode_space
-from kvd.tiers.rows import KEY_BYTES, ROW, ROW_BYTES, checks, words_of
+from kvd.tiers.rows import KEY_BYTES, ROW, ROW_BYTES, Row, checks, words_of
 from kvd.tiers.storefiles import (
     identify,
     lay_ballast,
@@ -91,9 +91,19 @@ class Recovered:
 
 
 def open_regions(
-    disk: Disk, directory: Path, extents: Extents, uuid: bytes, report: Report
+    disk: Disk,
+    directory: Path,
+    extents: Extents,
+    uuid: bytes,
+    report: Report,
+    *,
+    remove: bool = True,
 ) -> None:
-    """Open every region file. Sealed until their rows are counted; a bad header is None."""
+    """Open every region file. Sealed until their rows are counted; a bad header is None.
+
+    One of another length holds nothing that counts, since its length is durable before its first
+    record is; it goes, with `remove`.
+    """
     for name in disk.names(directory / "regions"):
         if not (len(name) == 8 and name.isdecimal()):  # noqa: PLR2004 - as region_path writes it
             report.notes.append("there is a file in regions/ that is none")
@@ -101,8 +111,9 @@ def open_regions(
         number = int(name)
         handle = disk.open(region_path(directory, number), direct=report.direct)
         if disk.size(handle) != extents.region_bytes:
-            disk.close(handle)  # its creation was cut short, or it was: nothing in it counts
-            disk.unlink(region_path(directory, number))
+            disk.close(handle)
+            if remove:
+                disk.unlink(region_path(directory, number))
             report.regions_bad += 1
             continue
         report.regions += 1
@@ -184,6 +195,36 @@ def _count(rows: bytes, extents: Extents) -> None:
         region.keys += raw[group, :KEY_BYTES].tobytes()
 
 
+def _sifted(
+    index: Index, extents: Extents, life: int, spaces: dict[bytes, Space], seen: set[bytes]
+) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yield the rows that may be right, packed, and the keys of those that cannot be (R1)."""
+    table = _Table(extents, life)
+    for batch in index.batches():
+        if len(batch) % ROW_BYTES:
+            raise IndexBroken("index: a row of another length")
+        words = words_of(batch)
+        good = table.good(words)
+        for run in _unknown_spaces(words, set(spaces), seen):
+            good[run] = False
+        raw = np.frombuffer(batch, np.uint8).reshape(-1, ROW_BYTES)
+        bad = [row[:KEY_BYTES].tobytes() for row in raw[~good]]
+        yield (batch if good.all() else raw[good].tobytes()), bad
+
+
+def sift_rows(
+    index: Index, extents: Extents, life: int
+) -> tuple[dict[bytes, Space], Iterator[tuple[list[Row], list[bytes]]]]:
+    """Return the spaces, and row by row what `sift` would hand on and what not. For checks."""
+    spaces, _ = _known_spaces(index)
+
+    def rows() -> Iterator[tuple[list[Row], list[bytes]]]:
+        for packed, bad in _sifted(index, extents, life, spaces, set()):
+            yield [Row._make(fields[:-1]) for fields in ROW.iter_unpack(packed)], bad
+
+    return spaces, rows()
+
+
 def sift(
     index: Index, extents: Extents, life: int, report: Report
 ) -> tuple[list[bytes], dict[bytes, Space], list[Changes]]:
@@ -192,27 +233,18 @@ def sift(
     Also counts the good rows into `extents`, and forgets spaces without rows.
     """
     spaces, cleaning = _known_spaces(index)
-    table = _Table(extents, life)
     seen: set[bytes] = set()
     batches, newest = [], (0, -1)
-    for batch in index.batches():
-        whole = len(batch) // ROW_BYTES * ROW_BYTES
-        words = words_of(batch[:whole] if whole == len(batch) else b"")
-        good = table.good(words)
-        for run in _unknown_spaces(words, spaces.keys() | set(), seen):
-            good[run] = False
-        raw = np.frombuffer(batch, np.uint8)[: words.size * 8].reshape(-1, ROW_BYTES)
-        bad = [Change(row[:KEY_BYTES].tobytes(), None) for row in raw[~good]]
-        kept = batch if good.all() else raw[good].tobytes()
-        _count(kept, extents)
-        if kept:
-            best = int(np.argmax(words_of(kept)[:, 17]))
-            row = words_of(kept)[best]
+    for packed, bad in _sifted(index, extents, life, spaces, seen):
+        if packed:
+            _count(packed, extents)
+            words = words_of(packed)
+            row = words[int(np.argmax(words[:, 17]))]
             newest = max(newest, (int(row[17]), int(row[14]) & 0xFFFFFFFF))
-            batches.append(kept)
+            batches.append(packed)
         if bad:
-            cleaning.append(Changes(bad))
-        report.entries += len(kept) // ROW_BYTES
+            cleaning.append(Changes([Change(key, None) for key in bad]))
+        report.entries += len(packed) // ROW_BYTES
         report.dropped += len(bad)
     cleaning.append(Changes(spaces=dict.fromkeys(spaces.keys() - seen)))
     _settle(extents, newest[1])
@@ -281,10 +313,14 @@ def open_index(
         index = place.open(mark)
         if index is not None:
             try:
-                return index, life_of(index, identity.uuid)
+                last = life_of(index, identity.uuid)
             except IndexBroken:
                 index.close()
                 raise
+            if place.copied and mark:
+                report.notes.append("the index was changed after the clean stop")
+            report.how = "copied" if place.copied else "clean"
+            return index, last
         if not report.regions:
             report.how = "fresh"
             return place.build([Changes(meta=begin_meta(identity.uuid, 0))]), 0
@@ -323,7 +359,7 @@ def recover(
         handles.append(take(disk, directory))
         identity = identify(disk, directory, region_bytes)
         mark = read_clean(disk, directory, identity.uuid)
-        report = Report(how="clean" if mark else "copied")
+        report = Report()
         disk.unlink(directory / "clean")
         report.direct = direct and takes_direct(disk, directory)
         if direct and not report.direct:

@@ -2,7 +2,8 @@
 
 lock        held by the daemon, or by `kvd check`
 store       identity: format version, uuid, region size; written once
-clean       what vouches for the index; written last at a clean stop, removed first at a start
+clean       what vouches for the index; written last at a clean stop, removed first at a start;
+                never synced, since it holds the index's checksum and its own
 ballast     space to let go of when the disk is full, so that deletes can be committed
 probe       while it is tried whether the disk works
 index.mdb   the index (index.py)
@@ -133,9 +134,7 @@ def takes_direct(disk: Disk, directory: Path) -> bool:
         finally:
             disk.close(handle)
     except OSError as error:
-        if error.errno in FULL_ERRNOS:
-            return True  # it was opened, and that is what tells
-        return False
+        return error.errno in FULL_ERRNOS  # it was opened, and that is what tells
     finally:
         disk.unlink(path)
 
@@ -228,6 +227,7 @@ def identify(disk: Disk, directory: Path, region_bytes: int) -> Identity:
                 f"{directory} has regions but no file `store`: empty the directory to begin anew"
             )
         identity = Identity(os.urandom(UUID_BYTES), region_bytes)
+        # The name is synced with that of the index, in the same directory, before the first write.
         replace_file(disk, directory / "store", encode_identity(identity))
         disk.fsync_dir(directory.parent)
     if identity.region_bytes != region_bytes:

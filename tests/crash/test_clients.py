@@ -184,7 +184,7 @@ def test_a_stale_generation_is_refused(connect: Connect) -> None:
 
 def hello(**fields: Any) -> wire.Hello:
     """Return a good greeting, changed where asked."""
-    good = wire.Hello(wire.PROTOCOL, "raw", namespace().id, "raw", small_layout().fields(), 0)
+    good = wire.Hello(wire.PROTOCOL, "raw", namespace().id, "raw", small_layout().fields(), 0, 0)
     return good._replace(**fields)
 
 

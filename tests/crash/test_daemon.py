@@ -48,7 +48,7 @@ def test_a_client_outlives_the_daemon_and_finds_the_next(
     daemon.kill()
     for chunk in range(100, 200):
         assert bytes(lease.view(chunk)) == stamp(hashes[chunk], len(lease.view(chunk)))
-    assert client.lookup(hashes) == (0, 0)
+    assert client.lookup(hashes) == (0, 0, 0)
     assert not client.acquire(hashes)
     assert client.reserve(hashes).slots == ()
     assert client.publish(reservation) == [kvd_client.Status.STALE] * 3

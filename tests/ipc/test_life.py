@@ -30,9 +30,9 @@ def test_what_one_client_publishes_another_reads(connect: Callable[..., kvd_clie
     """Published bytes come back exactly, to another session, for the whole prefix."""
     writer, reader = connect(), connect()
     hashes = writer.chunk_hashes(tokens(20))
-    assert reader.lookup(hashes) == (0, 0)
+    assert reader.lookup(hashes) == (0, 0, 0)
     assert store(writer, hashes) == 20
-    assert reader.lookup(hashes) == (20, 20 * CHUNK_TOKENS)
+    assert reader.lookup(hashes) == (20, 20 * CHUNK_TOKENS, 20)
     assert load(reader, hashes) == 20
 
 

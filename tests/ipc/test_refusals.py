@@ -34,7 +34,7 @@ def test_no_daemon_is_named_with_the_mend(tmp_path: Path) -> None:
         kvd_client.connect(path, required=True, **options)  # type: ignore[arg-type]
     client = kvd_client.connect(path, **options)  # type: ignore[arg-type]
     hashes = client.chunk_hashes(tokens(2))
-    assert client.lookup(hashes) == (0, 0)
+    assert client.lookup(hashes) == (0, 0, 0)
     assert not client.acquire(hashes)
     assert client.reserve(hashes).slots == ()
     assert not client.ping()
@@ -82,7 +82,7 @@ def refusal_of(daemon: DaemonProcess, hello: wire.Hello) -> kvd_client.Refused:
     return refused.value
 
 
-GOOD = wire.Hello(wire.PROTOCOL, "raw", namespace().id, "raw", small_layout().fields(), 0)
+GOOD = wire.Hello(wire.PROTOCOL, "raw", namespace().id, "raw", small_layout().fields(), 0, 0)
 LARGE = kvd_client.Layout(16, 16, "float32", (kvd_client.Group("full", 2, 2, 64, 1 << 30),))
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.entry import SlotEvent
-from kvd.tiers.slab import ALIGN_BYTES, SlabPool, stride_of
+from kvd.entry import ALIGN_BYTES, SlotEvent, stride_of
+from kvd.tiers.slab import SlabPool
 from kvd.types import OwnerId, SlabId, Tenant
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ TABLES: Final[dict[str, wire.Table]] = {
 SAMPLES: Final[list[tuple[str, Any, str]]] = [
     (
         "TO_DAEMON",
-        wire.Hello(1, "vllm", b"\x11" * 32, "m@1", LAYOUT.fields(), 1),
-        "9701"  # array of 7, opcode
+        wire.Hello(1, "vllm", b"\x11" * 32, "m@1", LAYOUT.fields(), 1, 0),
+        "9801"  # array of 8, opcode
         "01"  # protocol
         "a4766c6c6d"  # client
         "c420"
@@ -43,14 +43,15 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
         "971008a862666c6f61743136"  # layout: chunk, page, dtype
         "9196a466756c6c020440cd100000"  # one group
         "0201a56c2c6b2f31"  # tp, pp, order
-        "01",  # rank
+        "01"  # rank
+        "00",  # lossy
     ),
     ("TO_DAEMON", wire.SlabRequest(7), "920207"),
     ("TO_DAEMON", wire.Bye(), "9103"),
     (
         "TO_CLIENT",
-        wire.Welcome(1, 2**60, 3, 4096, 1 << 26, 500),
-        "970101cf100000000000000003cd1000ce04000000cd01f4",
+        wire.Welcome(1, 2**60, 3, 4096, 1 << 26),
+        "960101cf100000000000000003cd1000ce04000000",
     ),
     ("TO_CLIENT", wire.SlabReply(7, 1 << 26), "930207ce04000000"),
     ("TO_CLIENT", wire.Refused(3, "too big"), "930303a7746f6f20626967"),
@@ -74,18 +75,20 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
         "930708c41001000000000000000000000000010000",
     ),
     ("REQUESTS", wire.Abort(8, wire.pack_generations([1])), "930808c4080100000000000000"),
+    ("REQUESTS", wire.Prefill(4, 2048, 1000), "940904cd0800cd03e8"),
     ("REPLIES", wire.Pong(1), "920101"),
-    ("REPLIES", wire.LookupReply(5, 12), "9302050c"),
+    ("REPLIES", wire.LookupReply(5, 12, 7), "9402050c07"),
     (
         "REPLIES",
-        wire.AcquireReply(5, 0, 9, b"\x33" * 16, 2, 3, wire.pack_places([PLACE])),
-        "98"
+        wire.AcquireReply(5, 0, 9, b"\x33" * 16, 2, 3, 1, wire.pack_places([PLACE])),
+        "99"
         "03"
         "05"
         "00"
         "09"
         "c410" + "33" * 16 + "02"
         "03"
+        "01"
         "c424"
         "01000000"
         "0200"
@@ -95,7 +98,7 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
         "0010000000000000"
         "4d00000000000000",
     ),
-    ("REPLIES", wire.ReleaseReply(6, 5), "93050605"),
+    ("REPLIES", wire.StatusReply(6, 5), "93050605"),
     (
         "REPLIES",
         wire.ReserveReply(8, wire.pack_places([(0, 0, 2, *wire.NOWHERE)])),
@@ -124,10 +127,10 @@ ILLEGAL: Final[dict[str, list[Any]]] = {
     "list": [0, True, None, "list", b"list", 1.5, [0] * 65],
 }
 KINDS: Final[dict[str, str]] = {
-    "Hello": "u32 text hash text list u32",
+    "Hello": "u32 text hash text list u32 u1",
     "SlabRequest": "u32",
     "Bye": "",
-    "Welcome": "u32 u64 u64 u32 u64 u32",
+    "Welcome": "u32 u64 u64 u32 u64",
     "SlabReply": "u32 u64",
     "Refused": "u32 long-text",
     "Ping": "u64",
@@ -138,10 +141,11 @@ KINDS: Final[dict[str, str]] = {
     "Reserve": "u64 hash hashes u32 u32",
     "Publish": "u64 generations",
     "Abort": "u64 generations",
+    "Prefill": "u64 u32 u32",
     "Pong": "u64",
-    "LookupReply": "u64 u32",
-    "AcquireReply": "u64 u32 u64 token u32 u32 objects",
-    "ReleaseReply": "u64 u32",
+    "LookupReply": "u64 u32 u32",
+    "AcquireReply": "u64 u32 u64 token u32 u32 u1 objects",
+    "StatusReply": "u64 u32",
     "ReserveReply": "u64 objects",
     "ResultsReply": "u64 results",
 }
@@ -327,7 +331,7 @@ def test_another_protocol_is_told_apart_from_garbage() -> None:
 
 def test_an_error_never_repeats_the_value() -> None:
     """The text of a refusal holds no byte of what was refused."""
-    error = refused(packed([1, 1, "secret\n", b"", "", [], 0]), wire.TO_DAEMON)
+    error = refused(packed([1, 1, "secret\n", b"", "", [], 0, 0]), wire.TO_DAEMON)
     assert "secret" not in str(error)
     assert error.field == "Hello.client"
 

@@ -1,0 +1,467 @@
+"""The tier below the host tier: what moves down, what moves up, and when.
+
+The loop decides and owns all state; the store's threads move bytes to and from disk, the codec's
+threads change their form. After every wait the chunk is looked at again.
+
+K1. A chunk moves with all the objects it has, or not at all.
+K2. Host slots are not freed while they are written down (a move under way, C2), and slots that are
+    being read into are not found before they are whole (E1).
+K3. One promotion a chunk: everybody else waits for the same one, and who leaves takes only itself.
+K4. A failed demotion leaves the chunk as it was (C6); a failed promotion is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from kvd import codec, log
+from kvd.cost import Rate, Rates
+from kvd.tiers.disk import Corrupt, TierError, aligned_memory
+from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref
+from kvd.tiers.region import Space as StoredSpace
+from kvd.types import Tenant
+from kvd_client.identity import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvd.catalog import Catalog
+    from kvd.codec import Form
+    from kvd.config_nvme import NvmeKnobs
+    from kvd.entry import Chunk, Slot, Space
+    from kvd.tiers.host import HostTier
+    from kvd.tiers.nvme import NvmeStore
+    from kvd.tiers.transfer import Loaded
+
+    Done = Callable[[bool], None]
+
+_LOG = log.get("cold")
+
+FORM_FRAME = 1
+"""A codec frame, which says itself which form it is."""
+HINT_LOSSY = 1
+"""In the index: the bundle went through a lossy form."""
+DEMOTIONS_MAX = 8
+"""Under way at once: enough to keep the disk's queue filled."""
+PROMOTIONS_MAX = 16
+"""Reading at once; more wait their turn."""
+WAKE_S = 0.1
+"""Longest sleep of the mover while there may be something to do."""
+HEADROOM_BYTES = 1 << 20
+"""Of a region, for headers and the padding of a chunk's objects."""
+RETRY_S = 1.0
+"""Pause after a failure of the tier."""
+
+
+class ColdTier:
+    """Moves chunks between host slots and the store."""
+
+    def __init__(
+        self, catalog: Catalog, host: HostTier, store: NvmeStore, knobs: NvmeKnobs
+    ) -> None:
+        """Share the loop's state; own the codec threads and the store."""
+        self._catalog = catalog
+        self._host = host
+        self.store = store
+        self._knobs = knobs
+        self._codec = ThreadPoolExecutor(knobs.codec_threads, thread_name_prefix="codec")
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Semaphore(PROMOTIONS_MAX)
+        self._promotions: dict[Chunk, list[Done]] = {}
+        self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
+        self._stored: dict[Space, StoredSpace] = {}
+        self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
+        self._broken: list[tuple[bytes, bytes, int]] = []
+        self._group: asyncio.TaskGroup | None = None
+        self._demotions = 0
+        self._flushing = False
+        self._unzstd = Rate()
+        self.read_rate = Rate()
+        """Stored bytes of promotions a second, one at a time."""
+        self.queued_bytes = 0
+        """Stored bytes of promotions that wait or are under way."""
+        self.form_note = ""
+
+    # ---------------------------------------------------------------- start and end
+
+    def open(self) -> None:
+        """Open the store and put what it holds into the catalog; blocks.
+
+        Raises:
+            StartError: The directory cannot be used; the text says what to change.
+        """
+        opened = self.store.open()
+        count = 0
+        gc.disable()  # a million nodes, none of them garbage
+        try:
+            for key, rows in groupby(opened.entries, key=itemgetter(0)):
+                stored = opened.spaces.get(key)
+                space = self._enter(stored) if stored is not None else None
+                if space is not None:
+                    self._space(space)
+                if space is None or space.chunks:
+                    self._broken += [(row[0], row[1], row[8]) for row in rows]
+                    continue
+                for chunk in self._catalog.restore(space, map(_restored, rows)):
+                    assert chunk.cold is not None
+                    self._broken.append((key, chunk.hash, chunk.cold[3]))
+                count += len(space.chunks)
+                self._catalog.leave(space)  # nobody is in it: it lives by its chunks
+        finally:
+            gc.enable()
+            gc.freeze()
+        self._catalog.cold_readable = True
+        self._catalog.eviction.demoting = True
+        if self._knobs.form != "raw" and self._knobs.form not in codec.available_forms():
+            self.form_note = f"form {self._knobs.form} needs numba and zstandard: writing raw"
+        _LOG.info("restored", chunks=count, broken=len(self._broken), **_brief(opened.report))
+
+    def _enter(self, stored: StoredSpace) -> Space | None:
+        """Make the space of stored bundles; None if its layout or tenant is no longer known."""
+        try:
+            layout = Layout.from_fields(msgpack.unpackb(stored.layout, max_map_len=0))
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return None
+        if stored.tenant not in self._catalog.pool.shares or layout.id != stored.layout_id:
+            return None
+        return self._catalog.enter(Tenant(stored.tenant), stored.namespace, stored.label, layout)
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Move what is to be moved until cancelled; every move is a task of `group`."""
+        self._group = group
+        if self._broken:
+            group.create_task(self._delete(self._broken))
+        if self._knobs.form != "raw" and not self.form_note:
+            await asyncio.get_running_loop().run_in_executor(self._codec, codec.warm_up)
+        while True:
+            self._look_at_health()
+            if self.store.state == "open":
+                await self._reclaim_if_needed()
+                self._demote_some(group)
+            try:
+                async with asyncio.timeout(WAKE_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    def wake(self) -> None:
+        """Look again at once: a store found no room."""
+        self._wake.set()
+
+    async def flush(self, deadline_s: float) -> int:
+        """Write down what is dirty, for at most `deadline_s`; return the bytes that are left."""
+        self._flushing = True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while self._dirty_bytes() and self.store.state == "open" and loop.time() < end:
+            self.wake()
+            await asyncio.sleep(0.01)
+        while self._demotions and loop.time() < end:  # noqa: ASYNC110 - a drain
+            await asyncio.sleep(0.005)
+        return self._dirty_bytes()
+
+    def _dirty_bytes(self) -> int:
+        return sum(self._catalog.eviction.dirty_bytes.values())
+
+    async def close(self) -> None:
+        """Close the store, marked clean; wait for the threads."""
+        self._catalog.cold_readable = False
+        self._catalog.eviction.demoting = False
+        await self.store.close()
+        self._codec.shutdown(wait=True)
+
+    def _look_at_health(self) -> None:
+        """Let the catalog rely on the tier as far as its state allows."""
+        state, eviction = self.store.state, self._catalog.eviction
+        self._catalog.cold_readable = not state.startswith("closed")
+        if state == "open" and not eviction.demoting:
+            eviction.begin_demoting(
+                chunk for space in self._catalog.spaces.values() for chunk in space.chunks.values()
+            )
+            _LOG.info("nvme takes in again")
+        elif state != "open" and eviction.demoting:
+            eviction.demoting = False
+            _LOG.warning("nvme takes nothing in", state=state)
+
+    # ---------------------------------------------------------------- down
+
+    def _demote_some(self, group: asyncio.TaskGroup) -> None:
+        """Begin demotions: where room is short, and otherwise whenever the disk is idle."""
+        eviction = self._catalog.eviction
+        for tenant, slabs in self._catalog.pool.shares.items():
+            share = slabs * self._catalog.pool.slab_bytes
+            short = (
+                tenant in eviction.pressed
+                or eviction.dirty_bytes[tenant] > self._knobs.dirty_share * share
+            )
+            idle = self._knobs.write_behind and not self._promotions
+            while (short or idle or self._flushing) and self._demotions < DEMOTIONS_MAX:
+                chunk = eviction.demotable(tenant) if self.store.writable else None
+                if chunk is None:
+                    break
+                if chunk.size_bytes > self.store.config.region_bytes - HEADROOM_BYTES:
+                    self._catalog.reject(chunk)
+                    continue
+                slots = self._catalog.begin_demotion(chunk)
+                self._demotions += 1
+                group.create_task(self._demote(chunk, slots))
+            eviction.pressed.discard(tenant)
+
+    async def _demote(self, chunk: Chunk, slots: list[Slot]) -> None:
+        """Write one chunk down; whatever fails, it stays as it was (K4)."""
+        mask = sum(1 << slot.column for slot in slots)
+        form = self._form_of(chunk.space)
+        cold = None
+        try:
+            parts = await self._encode(chunk.space, form, slots)
+            lossy = form == "fp8" and any(part.form == FORM_FRAME for part in parts)
+            lossy = lossy or bool(chunk.lossy_mask & mask)
+            parent = chunk.parent.hash if chunk.parent else chunk.space.namespace
+            stored = self._space(chunk.space)
+            hint = HINT_LOSSY if lossy else 0
+            ref = await self.store.write(Bundle(stored, chunk.hash, parent, parts, hint))
+            cold = (ref, mask, lossy)
+            self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
+        except TierError as error:
+            self._catalog.counters.demotions_failed += 1
+            _LOG.limited("demotion failed", why=str(error))
+            if self.store.state == "open":
+                await asyncio.sleep(RETRY_S)  # no room down there: the reclaim is on its way
+        finally:
+            self._demotions -= 1
+            self._catalog.end_demotion(chunk, cold)
+            self.wake()
+
+    def _form_of(self, space: Space) -> Form:
+        """Return the form to write: a lossy one only where the namespace allows it."""
+        if self.form_note:
+            return "raw"
+        if self._knobs.form == "fp8" and not space.lossy:
+            return "lossless"
+        return self._knobs.form
+
+    async def _encode(self, space: Space, form: Form, slots: Sequence[Slot]) -> list[Part]:
+        """Bring a chunk's objects into their cold form, in the codec's threads."""
+        loop = asyncio.get_running_loop()
+        parts = []
+        for slot in sorted(slots, key=lambda slot: slot.column):
+            source = self._view(slot)
+            if form == "raw":
+                parts.append(Part(slot.column, FORM_RAW, slot.size_bytes, source))
+                continue
+            shape = _shape(space.layout, slot.column)
+            used = codec.usable_form(form, shape)
+            chooser = self._choosers.setdefault((space, used), codec.Chooser())
+            planes = chooser.next_planes(self._rates())
+            out = aligned_memory(codec.frame_bytes_max(used, shape))
+            encoded = await loop.run_in_executor(
+                self._codec, _encode_one, used, shape, source, out, planes
+            )
+            chooser.record(encoded)
+            parts.append(Part(slot.column, FORM_FRAME, slot.size_bytes, out[: encoded.size_bytes]))
+        return parts
+
+    def _rates(self) -> codec.Rates:
+        known = self._unzstd.per_s
+        return codec.Rates(self.store.reading.rate, known or 1e9, self._knobs.codec_threads)
+
+    def _view(self, slot: Slot) -> memoryview:
+        return self._host.view(slot.slab, slot.offset_bytes, slot.size_bytes)
+
+    # ---------------------------------------------------------------- up
+
+    def promote(self, chunk: Chunk, done: Done) -> bool:
+        """Bring a chunk up; `done` hears whether it is there. False when there is no room.
+
+        The caller holds a pin until then. A chunk that is on its way already is waited for (K3).
+        """
+        waiters = self._promotions.get(chunk)
+        if waiters is not None:
+            waiters.append(done)
+            return True
+        slots = self._catalog.begin_promotion(chunk)
+        if slots is None:
+            self.wake()
+            return False
+        assert chunk.cold is not None
+        self._promotions[chunk] = [done]
+        self.queued_bytes += chunk.cold[2]
+        assert self._group is not None
+        self._group.create_task(self._promote(chunk, slots, Ref(*chunk.cold)))
+        return True
+
+    def leave(self, chunk: Chunk, done: Done) -> None:
+        """Stop waiting (K3); without anybody left, a promotion that has not begun ends."""
+        waiters = self._promotions.get(chunk)
+        if waiters is not None and done in waiters:
+            waiters.remove(done)
+
+    def cost(self) -> Rates:
+        """Return the measured rates."""
+        latency_s = self.read_rate.seconds
+        return Rates(0.0, self.store.reading.rate, latency_s, self.queued_bytes)
+
+    async def _promote(self, chunk: Chunk, slots: list[Slot], ref: Ref) -> None:
+        read = False
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._turn:
+                if self._promotions[chunk]:
+                    start = loop.time()
+                    await self._read(chunk, slots, ref)
+                    self.read_rate.observe(ref.length_bytes, loop.time() - start)
+                    read = True
+        except (Corrupt, codec.CorruptFrame, codec.CodecMissing) as error:
+            self._catalog.counters.promotions_failed += 1
+            _LOG.limited("cold copy refused", why=str(error))
+            if not isinstance(error, codec.CodecMissing):
+                await self._forget(chunk, ref)
+        except TierError as error:
+            self._catalog.counters.promotions_failed += 1
+            _LOG.limited("promotion failed", why=str(error))
+        finally:
+            self.queued_bytes -= ref.length_bytes
+            waiters = self._promotions.pop(chunk)
+            self._catalog.end_promotion(chunk, slots, read=read)
+            if read:
+                self._catalog.counters.count_promotion(chunk.size_bytes, ref.length_bytes)
+            for done in waiters:
+                done(read)
+
+    async def _read(self, chunk: Chunk, slots: Sequence[Slot], ref: Ref) -> None:
+        """Read and decode a chunk's objects into their slots."""
+        into = {slot.column: self._view(slot) for slot in slots}
+        parent = chunk.parent.hash if chunk.parent else chunk.space.namespace
+        loaded = await self.store.read(ref, self._space(chunk.space), chunk.hash, parent, into)
+        loop = asyncio.get_running_loop()
+        for slot in slots:
+            item = loaded[slot.column]
+            if item.raw_bytes != slot.size_bytes:
+                raise Corrupt("an object of another size than its layout's")
+            if item.form == FORM_RAW:
+                continue  # it was read into the slot
+            if item.form != FORM_FRAME:
+                raise Corrupt("a form this release does not know")
+            shape = _shape(chunk.space.layout, slot.column)
+            decoded = await loop.run_in_executor(
+                self._codec, codec.decode, item.stored, shape, into[slot.column]
+            )
+            self._unzstd.observe(decoded.unzstd_bytes, decoded.unzstd_ns / 1e9)
+
+    async def _forget(self, chunk: Chunk, ref: Ref) -> None:
+        """Give up a copy that cannot be read."""
+        if chunk.cold == ref:
+            self._catalog.drop_cold(chunk)
+        await self._delete([(self._space(chunk.space).key, chunk.hash, ref.generation)])
+
+    async def _delete(self, keys: Sequence[tuple[bytes, bytes, int]]) -> None:
+        try:
+            await self.store.delete(keys)
+        except TierError as error:
+            _LOG.limited("delete failed", why=str(error))
+
+    # ---------------------------------------------------------------- room below
+
+    async def _reclaim_if_needed(self) -> None:
+        """Free a region when none is left; what was asked for since it was written is rewritten."""
+        if self.store.free_regions > self.store.config.spare_regions:
+            return
+        victims = self.store.reclaim_candidates()
+        if not victims:
+            return
+        region = victims[0].region
+        try:
+            for key in await self.store.live_keys(region):
+                chunk = self._find(key.space_key, key.chunk)
+                if chunk is not None and chunk.cold == key.ref and self._keep(chunk):
+                    await self._rewrite(chunk, key.ref)
+            for key in await self.store.reclaim(region):
+                chunk = self._find(key.space_key, key.chunk)
+                if chunk is not None and chunk.cold == key.ref:
+                    self._catalog.counters.count_cold_drop(key.ref.length_bytes)
+                    if chunk.mask and not chunk.cold_used:
+                        self._catalog.reject(chunk)  # it had its time; a use makes it wanted again
+                    chunk.cold_used = False
+                    self._catalog.drop_cold(chunk)
+        except TierError as error:
+            _LOG.limited("reclaim failed", why=str(error))
+
+    @staticmethod
+    def _keep(chunk: Chunk) -> bool:
+        """Whether to rewrite: cold only, and asked for since (a warm one is demoted again)."""
+        return chunk.cold_used and not chunk.mask
+
+    async def _rewrite(self, chunk: Chunk, ref: Ref) -> None:
+        """Write a bundle as it is to another region."""
+        chunk.moves += 1
+        cold = None
+        try:
+            into: dict[int, None] = dict.fromkeys(_columns(chunk.cold_mask))
+            stored, parent = self._space(chunk.space), chunk.parent
+            above = parent.hash if parent else chunk.space.namespace
+            loaded = await self.store.read(ref, stored, chunk.hash, above, into)
+            parts = [_again(column, item) for column, item in sorted(loaded.items())]
+            hint = HINT_LOSSY if chunk.cold_lossy else 0
+            bundle = Bundle(stored, chunk.hash, above, parts, hint)
+            new = await self.store.write(bundle, rewrite=True)
+            cold = (new, chunk.cold_mask, chunk.cold_lossy)
+            chunk.cold_used = False
+            self._catalog.counters.bytes_rewritten += new.length_bytes
+        except TierError as error:
+            _LOG.limited("rewrite failed", why=str(error))
+        finally:
+            self._catalog.end_demotion(chunk, cold)
+
+    def _space(self, space: Space) -> StoredSpace:
+        """Return a space as the store knows it."""
+        stored = self._stored.get(space)
+        if stored is None:
+            layout = msgpack.packb(space.layout.fields(), use_bin_type=True)
+            stored = StoredSpace(
+                space.tenant, space.namespace, space.layout.id, space.label, layout
+            )
+            self._stored[space] = stored
+            self._identities[stored.key] = (space.tenant, space.namespace, space.layout.id)
+        return stored
+
+    def _find(self, space_key: bytes, key: bytes) -> Chunk | None:
+        identity = self._identities.get(space_key)
+        space = self._catalog.spaces.get(identity) if identity else None
+        return space.chunks.get(key) if space else None
+
+
+def _restored(row: tuple[Any, ...]) -> tuple[bytes, bytes, tuple[Ref, int, bool]]:
+    """Turn a row of the index into what the catalog takes."""
+    ref = Ref(row[4], row[6], row[7], row[8])
+    return row[1], row[2], (ref, int.from_bytes(row[3], "little"), bool(row[10] & HINT_LOSSY))
+
+
+def _encode_one(
+    form: Form, shape: codec.ObjectShape, source: memoryview, out: memoryview, planes: int
+) -> codec.Encoded:
+    return codec.encode(form, shape, source, out, planes=planes)
+
+
+def _shape(layout: Layout, column: int) -> codec.ObjectShape:
+    group = layout.group_of(column)
+    return codec.shape_of(layout, group) or codec.flat_shape(layout, group)
+
+
+def _columns(mask: int) -> Iterator[int]:
+    return (column for column in range(mask.bit_length()) if mask >> column & 1)
+
+
+def _again(column: int, item: Loaded) -> Part:
+    return Part(column, item.form, item.raw_bytes, item.stored)
+
+
+def _brief(report: object) -> dict[str, object]:
+    return {name: getattr(report, name) for name in ("how", "entries", "dropped", "direct")}

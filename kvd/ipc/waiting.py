@@ -1,0 +1,53 @@
+"""Acquires that wait for promotions: answered once, when the last has ended or time is up.
+
+W1. While it waits, an acquire owns the pins on its chunks; afterwards its lease does, or nobody.
+W2. It is answered exactly once, and not at all if its session has gone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.entry import Chunk
+    from kvd.ipc.dispatch import Caller
+    from kvd_client import wire
+
+    Later = Callable[[bytes], None]
+
+
+class Waiting:
+    """One acquire under way."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        *,
+        later: Later,
+        deadline_ns: int,
+        finish: Callable[[Waiting], None],
+    ) -> None:
+        """Own the pins on `chunks`; `later` takes the reply."""
+        self.caller = caller
+        self.ask = ask
+        self.chunks = chunks
+        self.later = later
+        self.deadline_ns = deadline_ns
+        self.rising: dict[Chunk, Callable[[bool], None]] = {}
+        self.over = False
+        self._finish = finish
+
+    def risen(self, chunk: Chunk) -> Callable[[bool], None]:
+        """Return what a promotion of a chunk calls at its end."""
+
+        def done(read: bool) -> None:  # noqa: ARG001, FBT001 - the chunk's own state tells
+            self.rising.pop(chunk, None)
+            if not self.rising and not self.over:
+                self._finish(self)
+
+        self.rising[chunk] = done
+        return done

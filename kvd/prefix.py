@@ -1,0 +1,54 @@
+"""How much of a chain is usable, read off a space's chunks. Pure; the rules are `identity.py`'s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.identity import presence, usable_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvd.entry import Chunk, Space
+
+
+def usable_chunks(space: Space, hashes: Sequence[bytes], *, cold: bool) -> int:
+    """Return the chunks of the usable prefix of a chain.
+
+    Args:
+        space: Where.
+        hashes: The chain.
+        cold: Whether copies in the tier below count.
+    """
+    chunks = space.chunks
+    full = space.full_mask
+    complete = 0
+    for key in hashes:
+        chunk = chunks.get(key)
+        if chunk is None or (
+            chunk.mask != full and not (cold and chunk.mask | chunk.cold_mask == full)
+        ):
+            break
+        complete += 1
+    if complete == len(hashes) or space.prefix_only:
+        return complete  # all of it, or cut at the first hole: no rule says otherwise
+    masks = [
+        0 if chunk is None else chunk.mask | chunk.cold_mask if cold else chunk.mask
+        for chunk in map(chunks.get, hashes)
+    ]
+    return usable_prefix(presence(masks, space.layout.columns), space.rules)
+
+
+def warm_length(space: Space, chunks: Sequence[Chunk], first: int) -> int:
+    """Return how many of pinned chunks, from the first on, are a legal prefix in host slots.
+
+    Args:
+        space: Where.
+        chunks: Chunks `first` and later of a chain, as `Catalog.hold` returned them.
+        first: Chunks before them, which the engine has.
+    """
+    if space.prefix_only:
+        full = space.full_mask
+        return next((i for i, chunk in enumerate(chunks) if chunk.mask != full), len(chunks))
+    masks = [space.full_mask] * first + [chunk.mask for chunk in chunks]
+    return max(0, usable_prefix(presence(masks, space.layout.columns), space.rules) - first)
