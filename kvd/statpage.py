@@ -33,6 +33,7 @@ import posix_ipc
 
 from kvd.errors import StartError
 from kvd_client.errors import KvdError
+from kvd_client.paths import STAT_PAGE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,6 +101,7 @@ class StatPage:
         """
         with suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
             posix_ipc.unlink_shared_memory(name)
+        sweep()
         try:
             shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=mode, size=PAGE_BYTES)
         except (posix_ipc.Error, OSError) as error:
@@ -136,6 +138,21 @@ class StatPage:
             shared.close_fd()
             if (here.st_dev, here.st_ino) == self._identity:
                 posix_ipc.unlink_shared_memory(self._name)
+
+
+def sweep() -> int:
+    """Take away the pages of daemons that died without a chance to; return how many."""
+    swept = 0
+    with suppress(OSError):
+        for entry in os.scandir("/dev/shm"):  # noqa: S108 - where Linux keeps POSIX shared memory
+            name = f"/{entry.name}"
+            if not name.startswith(STAT_PAGE_PREFIX) or entry.stat().st_uid != os.geteuid():
+                continue
+            with suppress(NoStatPage, posix_ipc.Error):
+                if not read(name).alive:
+                    posix_ipc.unlink_shared_memory(name)
+                    swept += 1
+    return swept
 
 
 def write_half(memory: Memory, sequence: int, payload: bytes, now_ns: int) -> int:

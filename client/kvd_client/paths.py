@@ -6,6 +6,7 @@ import os
 from hashlib import blake2b
 
 SYSTEM_SOCKET = "/run/kvd/kvd.sock"
+STAT_PAGE_PREFIX = "/kvd-stat-"
 
 
 def default_socket() -> str:
@@ -26,4 +27,4 @@ def default_socket() -> str:
 def stat_page_name(socket_path: str) -> str:
     """Return the POSIX shared-memory name of the statistics page of the daemon at a socket."""
     digest = blake2b(os.path.realpath(socket_path).encode(), digest_size=12)
-    return f"/kvd-stat-{digest.hexdigest()}"
+    return f"{STAT_PAGE_PREFIX}{digest.hexdigest()}"

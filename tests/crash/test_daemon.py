@@ -136,6 +136,20 @@ def test_a_killed_daemon_leaves_nothing_in_the_way(daemon: DaemonProcess, connec
     assert connect().ping()
 
 
+def test_the_next_daemon_sweeps_a_dead_ones_page(
+    daemon: DaemonProcess, make_daemon: Callable[..., DaemonProcess]
+) -> None:
+    """A page whose daemon was killed is gone once any other daemon has started."""
+    page = stat_page_name(daemon.socket)[1:]
+    other = make_daemon("b")
+    other.start()
+    assert page in os.listdir("/dev/shm"), "a live daemon's page is left alone"  # noqa: PTH208
+    other.stop()
+    daemon.kill()
+    other.start()
+    assert page not in os.listdir("/dev/shm")  # noqa: PTH208
+
+
 def counts(pid: int) -> tuple[int, int, int]:
     """Return a process's descriptors, maps and threads."""
     with open(f"/proc/{pid}/maps") as maps:  # noqa: PTH123
