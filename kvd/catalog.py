@@ -103,7 +103,7 @@ class Catalog:
         if len(held) != max(0, usable - first):
             return ()  # hashes that are no chain: T1 says that a real one has every node
         left = self.quota.left(space.tenant, Resource.PINNED_BYTES)
-        while sum([chunk.size_bytes for chunk in held if not chunk.pins]) > left:
+        while sum([chunk.weight_bytes for chunk in held if not chunk.pins]) > left:
             self.counters.acquires_over_quota += 1
             chain = chain[: first + _fitting(held, left)]
             usable = self.usable(space, chain)
@@ -116,8 +116,8 @@ class Catalog:
         charge = 0
         for chunk in reversed(chunks):
             if not chunk.pins:
-                charge += chunk.size_bytes
-                chunk.pinned_bytes = chunk.size_bytes
+                chunk.pinned_bytes = chunk.weight_bytes
+                charge += chunk.pinned_bytes
             chunk.pins += 1
             chunk.cold_used = True
             self._touch(chunk)
@@ -494,7 +494,7 @@ def _fitting(chunks: Sequence[Chunk], left: int) -> int:
     """Return how many chunks from the first on can be pinned with so many bytes."""
     for count, chunk in enumerate(chunks):
         if not chunk.pins:
-            left -= chunk.size_bytes
+            left -= chunk.weight_bytes
             if left < 0:
                 return count
     return len(chunks)

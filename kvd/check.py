@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     """Check a store and print what was found.
 
     Returns:
-        0 when all is whole (or was repaired), 1 when something is damaged.
+        0 when all is whole (or was repaired), 1 when something is damaged. A region with a bad
+        header stays as it is: the daemon uses what is in it, and mends it when it is empty.
 
     Raises:
         StartError: There is no store, it is in use, or of another format.
@@ -297,12 +298,17 @@ class _Check:
 
         place = LmdbPlace(self.disk, self.directory, MAP_BYTES)
         self.disk.unlink(self.directory / "clean")
-        if self.finding.index == "whole":
+        done = []
+        if self.finding.index != "whole":
+            rebuild(self.disk, place, self.identity.uuid, self.extents, 0)[0].close()
+            done.append("the index was rebuilt from the regions")
+            self.bad.clear()  # a scan takes records as whole: verify what it found
+            self.finding.entries = self.finding.entries_bad = 0
+            self._copied_rows(self.directory / "index.mdb")
+        if self.bad:
             index = place.open(b"")
             assert index is not None
             index.commit(Changes([Change(key, None) for key in self.bad]))
-            self.finding.repaired = f"{len(self.bad)} damaged bundles deleted from the index"
-        else:
-            index, _ = rebuild(self.disk, place, self.identity.uuid, self.extents, 0)
-            self.finding.repaired = "the index was rebuilt from the regions"
-        index.close()
+            index.close()
+            done.append(f"{len(self.bad)} damaged bundles were deleted from the index")
+        self.finding.repaired = "; ".join(done)

@@ -23,6 +23,7 @@ import msgpack
 
 from kvd import codec, log
 from kvd.cost import Rate, Rates
+from kvd.failpoints import maybe_fault
 from kvd.tiers.disk import Corrupt, TierError, aligned_memory
 from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
@@ -97,7 +98,9 @@ class ColdTier:
         Raises:
             StartError: The directory cannot be used; the text says what to change.
         """
+        maybe_fault("open.before")
         opened = self.store.open()
+        maybe_fault("open.before_restore")
         count = 0
         gc.disable()  # a million nodes, none of them garbage
         try:
@@ -117,6 +120,7 @@ class ColdTier:
         finally:
             gc.enable()
             gc.freeze()
+        maybe_fault("open.after_restore")
         self._catalog.cold_readable = True
         self._catalog.eviction.demoting = True
         if self._knobs.form != "raw" and self._knobs.form not in codec.available_forms():
@@ -158,6 +162,7 @@ class ColdTier:
 
     async def flush(self, deadline_s: float) -> int:
         """Write down what is dirty, for at most `deadline_s`; return the bytes that are left."""
+        maybe_fault("flush.begin")
         self._flushing = True
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
@@ -166,6 +171,7 @@ class ColdTier:
             await asyncio.sleep(0.01)
         while self._demotions and loop.time() < end:  # noqa: ASYNC110 - a drain
             await asyncio.sleep(0.005)
+        maybe_fault("flush.end")
         return self._dirty_bytes()
 
     def _dirty_bytes(self) -> int:
@@ -175,7 +181,9 @@ class ColdTier:
         """Close the store, marked clean; wait for the threads."""
         self._catalog.cold_readable = False
         self._catalog.eviction.demoting = False
+        maybe_fault("close.before")
         await self.store.close()
+        maybe_fault("close.after")
         self._codec.shutdown(wait=True)
 
     def _look_at_health(self) -> None:
@@ -221,13 +229,16 @@ class ColdTier:
         form = self._form_of(chunk.space)
         cold = None
         try:
+            maybe_fault("demote.before_encode")
             parts = await self._encode(chunk.space, form, slots)
             lossy = form == "fp8" and any(part.form == FORM_FRAME for part in parts)
             lossy = lossy or bool(chunk.lossy_mask & mask)
             parent = chunk.parent.hash if chunk.parent else chunk.space.namespace
             stored = self._space(chunk.space)
             hint = HINT_LOSSY if lossy else 0
+            maybe_fault("demote.before_write")
             ref = await self.store.write(Bundle(stored, chunk.hash, parent, parts, hint))
+            maybe_fault("demote.after_write")
             cold = (ref, mask, lossy)
             self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
         except TierError as error:
@@ -238,6 +249,7 @@ class ColdTier:
         finally:
             self._demotions -= 1
             self._catalog.end_demotion(chunk, cold)
+            maybe_fault("demote.after_end")
             self.wake()
 
     def _form_of(self, space: Space) -> Form:
@@ -316,7 +328,9 @@ class ColdTier:
             async with self._turn:
                 if self._promotions[chunk]:
                     start = loop.time()
+                    maybe_fault("promote.before_read")
                     await self._read(chunk, slots, ref)
+                    maybe_fault("promote.after_read")
                     self.read_rate.observe(ref.length_bytes, loop.time() - start)
                     read = True
         except (Corrupt, codec.CorruptFrame, codec.CodecMissing) as error:
@@ -331,6 +345,7 @@ class ColdTier:
             self.queued_bytes -= ref.length_bytes
             waiters = self._promotions.pop(chunk)
             self._catalog.end_promotion(chunk, slots, read=read)
+            maybe_fault("promote.after_end")
             if read:
                 self._catalog.counters.count_promotion(chunk.size_bytes, ref.length_bytes)
             for done in waiters:
@@ -360,7 +375,9 @@ class ColdTier:
         """Give up a copy that cannot be read."""
         if chunk.cold == ref:
             self._catalog.drop_cold(chunk)
+        maybe_fault("forget.before_delete")
         await self._delete([(self._space(chunk.space).key, chunk.hash, ref.generation)])
+        maybe_fault("forget.after_delete")
 
     async def _delete(self, keys: Sequence[tuple[bytes, bytes, int]]) -> None:
         try:
@@ -383,7 +400,10 @@ class ColdTier:
                 chunk = self._find(key.space_key, key.chunk)
                 if chunk is not None and chunk.cold == key.ref and self._keep(chunk):
                     await self._rewrite(chunk, key.ref)
-            for key in await self.store.reclaim(region):
+            maybe_fault("reclaim.before_delete")
+            gone = await self.store.reclaim(region)
+            maybe_fault("reclaim.after_delete")
+            for key in gone:
                 chunk = self._find(key.space_key, key.chunk)
                 if chunk is not None and chunk.cold == key.ref:
                     self._catalog.counters.count_cold_drop(key.ref.length_bytes)
@@ -391,6 +411,7 @@ class ColdTier:
                         self._catalog.reject(chunk)  # it had its time; a use makes it wanted again
                     chunk.cold_used = False
                     self._catalog.drop_cold(chunk)
+            maybe_fault("reclaim.after_drop")
         except TierError as error:
             _LOG.limited("reclaim failed", why=str(error))
 
@@ -411,7 +432,9 @@ class ColdTier:
             parts = [_again(column, item) for column, item in sorted(loaded.items())]
             hint = HINT_LOSSY if chunk.cold_lossy else 0
             bundle = Bundle(stored, chunk.hash, above, parts, hint)
+            maybe_fault("rewrite.before_write")
             new = await self.store.write(bundle, rewrite=True)
+            maybe_fault("rewrite.after_write")
             cold = (new, chunk.cold_mask, chunk.cold_lossy)
             chunk.cold_used = False
             self._catalog.counters.bytes_rewritten += new.length_bytes

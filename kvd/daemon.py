@@ -25,6 +25,7 @@ from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
 from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
+from kvd.failpoints import maybe_fault
 from kvd.ipc.dispatch import Dispatcher
 from kvd.ipc.listener import Listener, Peer
 from kvd.ipc.session import Session
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 _LOG = log.get("daemon")
 TICK_S = 0.2
 """Between two sweeps of deadlines, and two statistics pages."""
+GIVE_UP_S = 40.0
+"""What the store and the threads get to end after the last write, before the daemon just leaves."""
+EXIT_GAVE_UP = 4
 SLAB_S = 30.0
 """How long the next slab may take while the start waits for memory."""
 
@@ -234,6 +238,7 @@ class Daemon:
             if self.cold is not None:
                 self.cold.open()
             await self._wait_for_memory()
+            maybe_fault("open.before_ready")
             self.loop.add_reader(self.listener, self._accept)
             self._publish(page)
             notify.ready(f"serving at {self.config.socket}")
@@ -293,8 +298,11 @@ class Daemon:
 
     async def _drain(self) -> None:
         """Stop taking in; let readers and writers finish; close the rest."""
+        maybe_fault("drain.begin")
         _LOG.info("draining", sessions=len(self.sessions), leases=len(self.leases))
         notify.stopping()
+        limits, nvme = self.config.limits, self.config.nvme
+        self.loop.call_later(limits.drain_s + nvme.flush_s + GIVE_UP_S, self._give_up)
         self.dispatcher.draining = True
         self.loop.remove_reader(self.listener)
         self.listener.close()
@@ -309,6 +317,11 @@ class Daemon:
             self.loop.remove_reader(pidfd)
             os.close(pidfd)
         _LOG.info("drained", version=__version__)
+
+    def _give_up(self) -> None:
+        """Leave although something hangs, a disk most likely; nothing durable is lost by it."""
+        _LOG.warning("gave up draining", moves=len(asyncio.all_tasks(self.loop)))
+        os._exit(EXIT_GAVE_UP)
 
     def _busy(self) -> bool:
         return any(

@@ -336,6 +336,19 @@ class Chunk:
         return not self.cold_mask & ~self.mask
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of its objects in host slots once all that is known of it is there."""
+        if self.ready:
+            return self.size_bytes
+        layout = self.space.layout
+        missing = self.cold_mask & ~self.mask
+        return self.size_bytes + sum(
+            layout.groups[layout.group_of(column)].object_bytes
+            for column in range(missing.bit_length())
+            if missing >> column & 1
+        )
+
+    @property
     def clean(self) -> bool:
         """Whether the cold copy has all that its host slots have."""
         return not self.mask & ~self.cold_mask

@@ -89,7 +89,7 @@ STEP: Final = st.builds(
     st.sampled_from([None, 0, 63, 64, 255, 256]),
     st.booleans(),
 )
-STEPS: Final = st.lists(STEP, max_size=30) | st.lists(STEP, min_size=30, max_size=80)
+STEPS: Final = st.lists(STEP, max_size=20) | st.lists(STEP, min_size=25, max_size=45)
 
 
 class Naive:

@@ -31,7 +31,9 @@ from kvd_client.errors import KvdError
 from kvd_client.identity import TEXT_BYTES_MAX, Group, Layout, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from transformers import Cache
 
 DIGEST_THREADS: Final = min(8, os.cpu_count() or 1)
 ORDER: Final = "layer,kv,head,token,dim/1"
@@ -84,6 +86,14 @@ class LayerGroup(NamedTuple):
         """Count the values of one layer's K and of its V for `tokens` tokens."""
         heads, key_size, value_size, _ = self.shape
         return heads * tokens * key_size, heads * tokens * value_size
+
+    def split(self, flat: torch.Tensor, chunk_tokens: int) -> Sequence[torch.Tensor]:
+        """Cut one object into K, V, K, V, ... as views `[heads, chunk_tokens, size]`."""
+        heads, key_size, value_size, _ = self.shape
+        if key_size == value_size:
+            return flat.view(2 * len(self.layers), heads, chunk_tokens, key_size).unbind(0)
+        parts = torch.split(flat, list(self.values(chunk_tokens)) * len(self.layers))
+        return [part.view(heads, chunk_tokens, -1) for part in parts]
 
     def reach(self, chunk_tokens: int) -> int:
         """Count the chunks at a prefix's end that the next token's window touches."""
@@ -231,6 +241,83 @@ def layer_shape(index: int, layer: Any) -> LayerShape:  # noqa: ANN401 - a cache
     return LayerShape(keys[1], keys[3], values[3], window)
 
 
+def loaded_cache(
+    model: Any,  # noqa: ANN401 - any decoder model
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    tokens: int,
+) -> DynamicCache:
+    """Make a cache of loaded states; it keeps its past, so that it can be stored again.
+
+    Args:
+        model: Whose.
+        states: For each layer K and V as `[1, heads, tokens, size]`; of a sliding-window layer the
+            last tokens are enough. The cache owns them from now on.
+        tokens: Of the prefix.
+    """
+    cache = DynamicCache(config=model.config)
+    layer: Any
+    for index, layer in enumerate(cache.layers):
+        keys, values = states[index]
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = tokens
+    record_past(cache)
+    return cache
+
+
+def check_filled(plan: ModelPlan, cache: Cache) -> int:
+    """Return the tokens a cache of this model holds.
+
+    Raises:
+        UnsupportedCache: It is of another kind, of more than one sequence, or not this model's.
+    """
+    check_layers(cache)
+    if len(cache.layers) != plan.layers:
+        msg = f"the cache has {len(cache.layers)} layers, the model {plan.layers}"
+        raise UnsupportedCache(msg)
+    length: int = cache.get_seq_length()
+    for group in plan.groups:
+        for index in group.layers:
+            layer: Any = cache.layers[index]
+            shape = layer_shape(index, layer)
+            if shape != group.shape or layer.keys.dtype != plan.dtype:
+                msg = (
+                    f"cache layer {index} holds {layer.keys.dtype} {tuple(shape)}, not this "
+                    f"model's {plan.dtype} {tuple(group.shape)} (autocast, or another model)"
+                )
+                raise UnsupportedCache(msg)
+            if layer.get_seq_length() != length:
+                msg = f"cache layer {index} holds {layer.get_seq_length()} tokens, not {length}"
+                raise UnsupportedCache(msg)
+    return length
+
+
+def first_complete(group: LayerGroup, cache: Cache, chunk_tokens: int) -> int:
+    """Return the first chunk of which the cache still holds every token for this group."""
+    layers: list[Any] = [cache.layers[index] for index in group.layers]
+    dropped: int = max(layer.get_seq_length() - layer.keys.shape[-2] for layer in layers)
+    return -(-dropped // chunk_tokens)
+
+
+def prompt_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Return one prompt's token ids.
+
+    Raises:
+        UnsupportedInput: More than one prompt, or padding.
+    """
+    if input_ids.dim() == 2 and input_ids.shape[0] == 1:  # noqa: PLR2004 - [batch, tokens]
+        input_ids = input_ids[0]
+    if input_ids.dim() != 1:
+        msg = f"input_ids has shape {list(input_ids.shape)}; kvd takes one prompt at a time"
+        raise UnsupportedInput(msg)
+    if attention_mask is not None and not bool(attention_mask.bool().all()):
+        msg = "the prompt is padded, which shifts positions: pass it without padding"
+        raise UnsupportedInput(msg)
+    tokens: list[int] = input_ids.tolist()
+    return tokens
+
+
 def _check_model(model: Any) -> None:  # noqa: ANN401 - any decoder model
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -274,6 +361,8 @@ def describe_model(
     adapter: str,
     salt: bytes,
     identity: str,
+    *,
+    lossy: bool = False,
 ) -> Namespace:
     """Build the namespace of a model (M1).
 
@@ -301,6 +390,7 @@ def describe_model(
         rope=_bounded(getattr(text, "rope_parameters", None) or {}),
         salt=salt,
         extra=_bounded(extra),
+        lossy=lossy,
     ).check()
 
 

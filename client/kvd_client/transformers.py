@@ -14,6 +14,8 @@ T2. What is loaded was stored for this model in this state (`hf_model.describe_m
     used with another model, or after a weight update, raises instead.
 T3. Nothing kvd does makes the engine fail: no daemon, no room, a lost lease are misses.
 T4. No tensor that borrows the daemon's memory outlives the lease or reservation it came from.
+T5. What was loaded from a lossy copy is never stored as if it had been computed: not again in its
+    own namespace, and nothing that began with it in another.
 
 One prompt at a time (batch of 1), without padding. Any thread, one at a time for one client.
 """
@@ -28,8 +30,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvd_client
 from kvd_client.errors import HandleClosed, KvdError
@@ -41,21 +41,20 @@ from kvd_client.hf_model import (
     UnsupportedInput,
     UnsupportedModel,
     WrongModel,
-    check_layers,
+    check_filled,
     describe_model,
-    layer_shape,
+    first_complete,
+    loaded_cache,
     new_cache,
     plan_model,
-    record_past,
+    prompt_tokens,
     weights_digest,
     weights_mark,
 )
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import Cache
+    from transformers import Cache, DynamicCache
 
     from kvd_client import Client, Lease
 
@@ -76,12 +75,28 @@ __all__ = [
 
 BATCH_BYTES: Final = 64 << 20
 """Reserved, filled and published at a time: bounds what a dead engine leaves half-filled."""
+LOAD_WAIT_S: Final = 5.0
+"""Longest wait for a prefix that is there but may have to come up from NVMe."""
+REPORT_TOKENS_MIN: Final = 128
+"""Fewer computed tokens are not reported: they take what a step takes, and tell of no rate."""
+
+ORIGIN: Final = "kvd_origin"
+"""Attribute of a loaded cache: what it was loaded from. Copies of the cache keep it."""
+_MEDIA: Final = "the prompt holds images or sound, which its token ids do not tell apart"
 
 
 class Prefix(NamedTuple):
     """What `load_prefix` found.
 
-    `cache` is for one call of `generate`, which changes it; None is a miss, and `note` says why.
+    Attributes:
+        cache: For one call of `generate`, which changes it; None for a miss.
+        tokens: Of the prompt, in the cache.
+        bytes: Loaded.
+        seconds: From the call to its end.
+        note: Why it is a miss, or less than kvd holds.
+        lossy: Some of it went through a lossy form (`connect_model(lossy=True)` only): the answer
+            may differ from the one computed.
+        found: Tokens of the prompt that kvd holds, whether or not they were worth loading.
     """
 
     cache: DynamicCache | None
@@ -89,22 +104,51 @@ class Prefix(NamedTuple):
     bytes: int
     seconds: float
     note: str = ""
+    lossy: bool = False
+    found: int = 0
 
 
 class Stored(NamedTuple):
     """What `store_prefix` did.
 
-    `tokens` of the prompt are in kvd now, whoever stored them; `bytes` were written by this call.
-    `note` says why it is not the whole prompt, if more than a part of a chunk is missing.
+    Attributes:
+        tokens: Of the prompt, in kvd now, whoever stored them.
+        bytes: Written by this call.
+        seconds: From the call to its end.
+        note: Why it is not the whole prompt, if more than a part of a chunk is missing.
+        lossy: The cache began with a lossy copy, so what was computed after it is not exact either.
     """
 
     tokens: int
     bytes: int
     seconds: float
     note: str = ""
+    lossy: bool = False
 
 
 _State = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Origin(NamedTuple):
+    """What a cache was loaded from."""
+
+    namespace_id: bytes = b""
+    chain: tuple[bytes, ...] = ()
+    lossy: bool = False
+
+    def loaded(self, hashes: list[bytes]) -> int:
+        """Count the chunks of a prompt that were loaded."""
+        return sum(a == b for a, b in zip(self.chain, hashes, strict=False))  # a chain: no gaps
+
+
+class _Fetched(NamedTuple):
+    """A prefix copied out of kvd; without chunks, `note` says why."""
+
+    chunks: int
+    states: dict[int, _State]
+    bytes: int
+    lossy: bool
+    note: str
 
 
 class _Known(NamedTuple):
@@ -138,6 +182,7 @@ def connect_model(
     adapter: str = "",
     salt: bytes = b"",
     identity: str = "",
+    lossy: bool = False,
 ) -> Client:
     """Connect to the daemon for this model, in the state it is in.
 
@@ -152,17 +197,20 @@ def connect_model(
         adapter: Digest or name of an adapter that is not seen in the model's own weights.
         salt: 16 to 64 secret bytes; only clients with the same salt share.
         identity: A digest of the weights, if there is one already; else they are read.
+        lossy: Let colder tiers keep FP8 copies, a quarter to a half of the bytes; each load says
+            whether it got one. A namespace of its own: exact and lossy clients do not share.
 
     Returns:
-        The client, also when no daemon answers: then all is a miss until one does.
+        The client, also when no daemon answers or it takes nobody in for now: then all is a miss
+        until it does.
 
     Raises:
         UnsupportedModel, UnsupportedCache: kvd cannot keep this model's KV safely.
-        Refused: The daemon refuses this session; the text says what to change.
+        Refused: The daemon refuses this session until something is changed; the text says what.
         ValueError: An argument breaks a rule of `kvd_client.Namespace` or `Layout`.
     """
     plan = plan_model(model)
-    namespace = describe_model(model, revision, adapter, salt, identity)
+    namespace = describe_model(model, revision, adapter, salt, identity, lossy=lossy)
     layout = plan.layout(chunk_tokens)
     path = None if socket is None else os.fspath(socket)
     client = kvd_client.connect(path, namespace=namespace, layout=layout)
@@ -177,17 +225,21 @@ def load_prefix(
     input_ids: torch.Tensor,
     *,
     attention_mask: torch.Tensor | None = None,
+    wait_s: float = LOAD_WAIT_S,
 ) -> Prefix:
-    """Build a cache that holds the longest stored prefix of a prompt.
+    """Build a cache that holds the stored prefix of a prompt, as far as it is worth loading.
 
     The bytes are copied once, into new tensors of the cache's own; sliding-window layers get only
-    the chunks that their window still reaches.
+    the chunks that their window still reaches. What lies on NVMe is brought up first, unless
+    computing it is known to be faster (`store_prefix(seconds=...)` tells kvd how fast that is).
 
     Args:
         client: From `connect_model(model)`.
         model: The model that will run.
         input_ids: The whole prompt, `[1, tokens]` or `[tokens]`.
         attention_mask: The prompt's mask, if it has one: checked to be all ones.
+        wait_s: Longest wait for what has to come up from NVMe; later is a miss. A daemon that does
+            not answer costs the client's own, much shorter wait: the look-up comes first.
 
     Returns:
         The prefix; give `generate` the *whole* `input_ids` beside its cache.
@@ -198,31 +250,51 @@ def load_prefix(
     """
     started = time.perf_counter()
     known = _recall(client, model)
-    tokens = _prompt(input_ids, attention_mask)
-    note = "kvd holds no prefix of this prompt"
+    tokens = prompt_tokens(input_ids, attention_mask)
+    note, found = "kvd holds no prefix of this prompt", 0
     try:
         if not known.plan.media_tokens.isdisjoint(tokens):
-            note = "the prompt holds images or sound, which its token ids do not tell apart"
-        else:
-            hashes = client.chunk_hashes(tokens[:-1])  # T1
-            usable = client.lookup(hashes).chunks if hashes else 0
-            epoch = client.epoch
-            with client.acquire(hashes[:usable]) as lease:
-                chunks = lease.chunks
-                assert chunks <= usable
-                states, size = _read(known, lease, chunks)
-                client.poll()
-                if client.epoch != epoch:  # nobody held the objects while they were copied
-                    chunks, note = 0, "kvd was restarted while the prefix was read"
-            if chunks:
-                length = chunks * known.chunk_tokens
-                cache = _install(model, states, length)
-                return Prefix(cache, length, size, time.perf_counter() - started)
+            note = _MEDIA
+        elif hashes := client.chunk_hashes(tokens[:-1]):  # T1
+            there = client.lookup(hashes)
+            found = there.tokens
+            if there.chunks and not there.worth:
+                note = "computing this prompt is faster than loading what kvd holds of it"
+            if there.worth:
+                chain = hashes[: there.worth]
+                chunks, states, size, lossy, note = _fetch(client, known, chain, wait_s)
+                if chunks:
+                    length = chunks * known.chunk_tokens
+                    origin = _Origin(client.namespace_id, tuple(chain[:chunks]), lossy)
+                    cache = loaded_cache(model, states, length)
+                    setattr(cache, ORIGIN, origin)
+                    seconds = time.perf_counter() - started
+                    return Prefix(cache, length, size, seconds, note, lossy, found)
     except KvdError as error:  # T3: the lease or the session ended while it was read
         note = f"kvd was lost while the prefix was read: {error}"
     if not client.connected:
         note = "kvd does not answer"
-    return Prefix(None, 0, 0, time.perf_counter() - started, note)
+    return Prefix(None, 0, 0, time.perf_counter() - started, note, found=found)
+
+
+def _fetch(client: Client, known: _Known, chain: list[bytes], wait_s: float) -> _Fetched:
+    """Hold a prefix, bring it up, copy it out; KvdError when the session ends meanwhile."""
+    epoch = client.epoch
+    began = time.perf_counter()
+    with client.wait(client.begin_acquire(chain), wait_s) as lease:
+        waited_s = time.perf_counter() - began
+        chunks, lossy = lease.chunks, lease.lossy
+        assert chunks <= len(chain)
+        states, size = _read(known, lease, chunks)
+        client.poll()
+        if client.epoch != epoch:  # nobody held the objects while they were copied
+            return _Fetched(0, {}, 0, lossy, "kvd was restarted while the prefix was read")
+    note = ""
+    if chunks < len(chain):
+        late = not chunks and waited_s >= wait_s
+        why = f"not within {wait_s:g} s" if late else "no room, or NVMe failed: see kvd stat"
+        note = f"kvd brought up {chunks} of {len(chain)} chunks that it holds ({why})"
+    return _Fetched(chunks, states, size, lossy, note)
 
 
 def store_prefix(
@@ -232,6 +304,7 @@ def store_prefix(
     input_ids: torch.Tensor,
     *,
     attention_mask: torch.Tensor | None = None,
+    seconds: float | None = None,
 ) -> Stored:
     """Store the whole chunks of a cache; what kvd holds already is not written again.
 
@@ -242,6 +315,9 @@ def store_prefix(
             only. For models with sliding windows it must come from `new_cache` or `load_prefix`.
         input_ids: `[1, tokens]` or `[tokens]`: the prompt, or prompt and answer.
         attention_mask: As in `load_prefix`.
+        seconds: How long the model took for those of `input_ids` that `load_prefix` did not bring,
+            in one pass (time to the first new token, say); None if that was not measured. It is
+            what loading has to beat.
 
     Raises:
         UnsupportedCache: A cache of another kind, of more than one sequence, or not this model's.
@@ -249,13 +325,16 @@ def store_prefix(
     """
     started = time.perf_counter()
     known = _recall(client, model)
-    tokens = _prompt(input_ids, attention_mask)
-    length = _check_cache(known.plan, cache)
+    tokens = prompt_tokens(input_ids, attention_mask)
+    length = check_filled(known.plan, cache)
+    origin: _Origin = getattr(cache, ORIGIN, _Origin())
     note, chunks, size = "", 0, 0
-    first = [_first_complete(group, cache, known.chunk_tokens) for group in known.plan.groups]
+    first = [first_complete(group, cache, known.chunk_tokens) for group in known.plan.groups]
     whole = min(length, len(tokens)) // known.chunk_tokens
     if not known.plan.media_tokens.isdisjoint(tokens):
-        note = "the prompt holds images or sound, which its token ids do not tell apart"
+        note = _MEDIA
+    elif origin.lossy and origin.namespace_id != client.namespace_id:  # T5
+        note = "the cache began with a lossy copy from another namespace"
     elif any(
         start > group.first_needed(whole, known.chunk_tokens)
         for group, start in zip(known.plan.groups, first, strict=True)
@@ -264,12 +343,18 @@ def store_prefix(
     else:
         try:
             hashes = client.chunk_hashes(tokens[: whole * known.chunk_tokens])
-            chunks, size = _write(client, known, cache, hashes, max(first))
+            loaded = origin.loaded(hashes)
+            computed = len(tokens) - loaded * known.chunk_tokens
+            if seconds is not None and computed >= REPORT_TOKENS_MIN:
+                client.report_prefill(computed, seconds)
+            at = loaded if origin.lossy else 0  # T5
+            chunks, size = _write(client, known, cache, hashes, at=at, complete=max(first))
         except KvdError as error:  # T3
             note = f"kvd was lost while the prefix was stored: {error}"
         if chunks < whole and not note:
             note = "kvd had no room for all of it" if client.connected else "kvd does not answer"
-    return Stored(chunks * known.chunk_tokens, size, time.perf_counter() - started, note)
+    elapsed_s = time.perf_counter() - started
+    return Stored(chunks * known.chunk_tokens, size, elapsed_s, note, origin.lossy)
 
 
 def _recall(client: Client, model: Any) -> _Known:  # noqa: ANN401 - any decoder model
@@ -282,20 +367,6 @@ def _recall(client: Client, model: Any) -> _Known:  # noqa: ANN401 - any decoder
         msg = "the model's weights, adapters or device changed: call connect_model(model) again"
         raise WrongModel(msg)
     return known
-
-
-def _prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Return one prompt's token ids, or raise UnsupportedInput."""
-    if input_ids.dim() == 2 and input_ids.shape[0] == 1:  # noqa: PLR2004 - [batch, tokens]
-        input_ids = input_ids[0]
-    if input_ids.dim() != 1:
-        msg = f"input_ids has shape {list(input_ids.shape)}; kvd takes one prompt at a time"
-        raise UnsupportedInput(msg)
-    if attention_mask is not None and not bool(attention_mask.bool().all()):
-        msg = "the prompt is padded, which shifts positions: pass it without padding"
-        raise UnsupportedInput(msg)
-    tokens: list[int] = input_ids.tolist()
-    return tokens
 
 
 def _read(known: _Known, lease: Lease, chunks: int) -> tuple[dict[int, _State], int]:
@@ -318,7 +389,7 @@ def _read(known: _Known, lease: Lease, chunks: int) -> tuple[dict[int, _State], 
         size += len(views) * known.object_bytes[index]
         device = known.plan.devices[group.layers[0]]
         pieces = [
-            _split(_borrow(view, known, index).to(device), group, known.chunk_tokens)
+            group.split(_borrow(view, known, index).to(device), known.chunk_tokens)
             for view in views
         ]
         for place, layer in enumerate(group.layers):
@@ -347,63 +418,10 @@ def _borrow(view: memoryview, known: _Known, group: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=known.plan.dtype)
 
 
-def _split(flat: torch.Tensor, group: LayerGroup, chunk_tokens: int) -> Sequence[torch.Tensor]:
-    """Cut one object into K, V, K, V, ... as views `[heads, chunk_tokens, size]`."""
-    heads, key_size, value_size, _ = group.shape
-    if key_size == value_size:
-        return flat.view(2 * len(group.layers), heads, chunk_tokens, key_size).unbind(0)
-    parts = torch.split(flat, list(group.values(chunk_tokens)) * len(group.layers))
-    return [part.view(heads, chunk_tokens, -1) for part in parts]
-
-
-def _install(model: Any, states: dict[int, _State], tokens: int) -> DynamicCache:  # noqa: ANN401
-    """Make a cache of the loaded states; it keeps its past, so that it can be stored again."""
-    cache = DynamicCache(config=model.config)
-    layer: Any
-    for index, layer in enumerate(cache.layers):
-        keys, values = states[index]
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = tokens
-    record_past(cache)
-    return cache
-
-
-def _check_cache(plan: ModelPlan, cache: Cache) -> int:
-    """Return the tokens a cache holds, or raise UnsupportedCache."""
-    check_layers(cache)
-    if len(cache.layers) != plan.layers:
-        msg = f"the cache has {len(cache.layers)} layers, the model {plan.layers}"
-        raise UnsupportedCache(msg)
-    length = cache.get_seq_length()
-    for group in plan.groups:
-        for index in group.layers:
-            layer: Any = cache.layers[index]
-            shape = layer_shape(index, layer)
-            if shape != group.shape or layer.keys.dtype != plan.dtype:
-                msg = (
-                    f"cache layer {index} holds {layer.keys.dtype} {tuple(shape)}, not this "
-                    f"model's {plan.dtype} {tuple(group.shape)} (autocast, or another model)"
-                )
-                raise UnsupportedCache(msg)
-            if layer.get_seq_length() != length:
-                msg = f"cache layer {index} holds {layer.get_seq_length()} tokens, not {length}"
-                raise UnsupportedCache(msg)
-    return length
-
-
-def _first_complete(group: LayerGroup, cache: Cache, chunk_tokens: int) -> int:
-    """Return the first chunk of which the cache still holds every token for this group."""
-    layers: list[Any] = [cache.layers[index] for index in group.layers]
-    dropped: int = max(layer.get_seq_length() - layer.keys.shape[-2] for layer in layers)
-    return -(-dropped // chunk_tokens)
-
-
 def _write(
-    client: Client, known: _Known, cache: Cache, hashes: list[bytes], complete: int
+    client: Client, known: _Known, cache: Cache, hashes: list[bytes], *, at: int, complete: int
 ) -> tuple[int, int]:
-    """Reserve, fill and publish a chain batch by batch.
+    """Reserve, fill and publish a chain, from chunk `at` on, batch by batch.
 
     Before chunk `complete` the sliding-window groups lack tokens, so only the others are offered:
     a usable prefix needs a window's last chunks and no more.
@@ -415,7 +433,7 @@ def _write(
     everywhere = range(len(groups))
     lasting = [index for index in everywhere if not groups[index].shape.window]
     step = max(1, BATCH_BYTES // sum(known.object_bytes))
-    at, size = 0, 0
+    size = 0
     while at < len(hashes):
         end = min(at + step, len(hashes), complete if at < complete else len(hashes))
         offered = lasting if at < complete else everywhere
@@ -451,6 +469,8 @@ def _write_batch(
         for slot, status in zip(placed, client.publish(reservation, placed), strict=True):
             states[slot.chunk, slot.group] = status
             size += known.object_bytes[slot.group] if status == Status.OK else 0
+    if any(status == Status.ORPHAN for status in states.values()):
+        return 0, size  # what comes before the batch is gone
     held = at
     while held < end and all(
         states.get((held, group)) in {Status.OK, Status.EXISTS} for group in offered
@@ -469,6 +489,6 @@ def _fill(known: _Known, cache: Cache, group: LayerGroup, begin: int, buffer: me
         assert 0 <= low <= layer.keys.shape[-2] - known.chunk_tokens
         part = slice(low, low + known.chunk_tokens)
         sources += [layer.keys[0, :, part], layer.values[0, :, part]]
-    targets = _split(torch.frombuffer(buffer, dtype=known.plan.dtype), group, known.chunk_tokens)
+    targets = group.split(torch.frombuffer(buffer, dtype=known.plan.dtype), known.chunk_tokens)
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvd.cost import Load
+from kvd.failpoints import maybe_fault
 from kvd.ipc.waiting import Waiting
 from kvd.lease import Lease
 from kvd.places import places_of
@@ -159,7 +160,7 @@ class Dispatcher:
         chunks = [space.chunks[key] for key in hashes]
         cold = sum([chunk.cold[2] for chunk in chunks if chunk.cold and not chunk.ready])
         host = sum([chunk.size_bytes for chunk in chunks])
-        return Load(len(hashes) * space.layout.chunk_tokens, host, cold)
+        return Load(count * space.layout.chunk_tokens, host, cold)
 
     def _prefill(self, caller: Caller, ask: wire.Prefill) -> wire.StatusReply:
         caller.space.gate.prefill.observe(ask.tokens, ask.micros / 1e6)
@@ -321,6 +322,7 @@ class Dispatcher:
             ]
             return wire.ReserveReply(ask.request, wire.pack_places(refused))
         deadline_ms = min(ask.deadline_ms, int(self._limits.fill_deadline_s * 1e3))
+        maybe_fault("reserve.before")
         places = self._catalog.reserve(
             caller.space,
             caller.owner,
@@ -330,16 +332,19 @@ class Dispatcher:
             groups=ask.groups,
             deadline_ns=self._clock.now_ns() + deadline_ms * _MS,
         )
+        maybe_fault("reserve.after")
         if self._catalog.eviction.pressed and self._riser is not None:
             self._riser.wake()
         return wire.ReserveReply(ask.request, wire.pack_places(places))
 
     def _publish(self, caller: Caller, ask: wire.Publish) -> wire.ResultsReply:
+        maybe_fault("publish.before")
         now_ns = self._clock.now_ns()
         publish = self._catalog.publish
         generations = wire.unpack_generations(ask.generations)
         # Tail first: a chain's head is used last, so it outlives what depends on it.
         results = [publish(caller.owner, Generation(g), now_ns) for g in reversed(generations)]
+        maybe_fault("publish.after")
         return wire.ResultsReply(ask.request, bytes(reversed(results)))
 
     def _abort(self, caller: Caller, ask: wire.Abort) -> wire.ResultsReply:

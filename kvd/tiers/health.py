@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvd import log
 from kvd.tiers.disk import FULL_ERRNOS, NoSpace, TierBusy, TierError, TierFailed
-from kvd.tiers.index import IndexBroken, IndexFull, SyncFailed
+from kvd.tiers.group_commit import SyncFailed
+from kvd.tiers.index import IndexBroken, IndexFull
 
 if TYPE_CHECKING:
     from kvd.tiers.nvme_types import NvmeConfig, NvmeCounters

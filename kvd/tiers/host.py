@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvd import memory
@@ -148,6 +149,7 @@ class HostTier:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for fd, view in self._slabs.values():
-            view.close()
+            with suppress(BufferError):  # somebody still looks at it: it goes with the process
+                view.close()
             os.close(fd)
         self._slabs.clear()

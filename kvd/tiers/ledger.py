@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING
 from kvd import log
 from kvd.tiers.disk import TierBusy, TierFailed
 from kvd.tiers.extents import RegionState
-from kvd.tiers.index import (
-    Change,
-    Changes,
-    IndexBroken,
-    IndexFailed,
-    IndexFull,
-    IndexThread,
-    Job,
-    Withdrawn,
-)
+from kvd.tiers.group_commit import IndexThread, Job, Withdrawn
+from kvd.tiers.index import Change, Changes, IndexBroken, IndexFailed, IndexFull
 from kvd.tiers.nvme_types import LiveKey, NvmeCounters, Victim
 from kvd.tiers.region import BLOCK
 from kvd.tiers.threads import Calls, settled
@@ -124,13 +116,15 @@ class Ledger:
 
     async def reclaim(self, use: Region) -> list[LiveKey]:
         """As NvmeStore.reclaim."""
+        self._check_idle(use)
         self._extents.seal(use)
         incarnation = use.incarnation
         live = await self.live_keys(use)
         self._check_idle(use)
         if live:
             changes = [Change(key.space_key + key.chunk, None, key.ref.generation) for key in live]
-            await self.commit(Changes(changes))
+            olds = await self.commit(Changes(changes))
+            live = [key for key, old in zip(live, olds, strict=True) if old is not None]
         if use.state is RegionState.SEALED and use.incarnation == incarnation:
             self._check_idle(use)
             if use.live_count:

@@ -39,15 +39,9 @@ from kvd.tiers.disk import (
     aligned_memory,
     replace_file,
 )
+from kvd.tiers.group_commit import IndexThread
 from kvd.tiers.health import Health
-from kvd.tiers.index import (
-    Change,
-    Changes,
-    Index,
-    IndexPlace,
-    IndexThread,
-    LmdbPlace,
-)
+from kvd.tiers.index import Change, Changes, Index, IndexPlace, LmdbPlace
 from kvd.tiers.ledger import Ledger
 from kvd.tiers.nvme_types import LiveKey, NvmeConfig, NvmeCounters, Opened, Victim
 from kvd.tiers.region import (
@@ -212,7 +206,7 @@ class NvmeStore:
 
     def _busy(self) -> bool:
         return bool(
-            self.reading.depth or self.writing.depth or self.health.probing or self._index.depth
+            self.reading.depth or self.writing.depth or self.health.probing or self._index.busy
         )
 
     def _finish(self, index: Index) -> None:

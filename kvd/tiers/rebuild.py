@@ -15,8 +15,8 @@ import numpy as np
 from kvd.tiers.disk import aligned_memory
 from kvd.tiers.index import BATCH_ROWS, Change, Changes
 from kvd.tiers.recover import LIFE_SHIFT, begin_meta
-from kvd.tiers.region import BLOCK, BadRecord, Record, decode_space
-from kvd.tiers.rows import KEY_BYTES, decode_row, encode_row, row_of
+from kvd.tiers.region import BLOCK, BadRecord, Record, decode_record, decode_space, header_bytes_of
+from kvd.tiers.rows import KEY_BYTES, pack_row, row_of, seal_rows, unpack_row
 from kvd.tiers.transfer import read_header, verify_record
 
 if TYPE_CHECKING:
@@ -28,23 +28,53 @@ if TYPE_CHECKING:
     from kvd.tiers.rows import Row
 
 PIECE_BYTES: Final = 1 << 20
+FAR_BYTES: Final = 128 << 10
+"""Records longer than this are visited one by one; shorter ones are read with what follows."""
 _MAGIC: Final = np.frombuffer(b"KVDRECD\0", np.uint64)[0]
 
 
-def _next_start(disk: Disk, region: Region, offset_bytes: int, end_bytes: int) -> int:
-    """Return the next block that begins like a record, or the end."""
-    piece = aligned_memory(PIECE_BYTES)
-    while offset_bytes < end_bytes:
-        view = piece[: min(PIECE_BYTES, end_bytes - offset_bytes)]
-        got = disk.preadv(region.handle, [view], offset_bytes) // BLOCK * BLOCK
-        if got <= 0:
-            return end_bytes
-        firsts = np.frombuffer(view[:got], np.uint64).reshape(-1, BLOCK // 8)[:, 0]
-        hits = np.flatnonzero(firsts == _MAGIC)
-        if hits.size:
-            return offset_bytes + int(hits[0]) * BLOCK
-        offset_bytes += got
-    return end_bytes
+class _Window:
+    """Part of a region in memory, moved along as it is read."""
+
+    def __init__(self, disk: Disk, region: Region, region_bytes: int) -> None:
+        self._disk = disk
+        self._handle = region.handle
+        self._end_bytes = region_bytes
+        self._piece = aligned_memory(PIECE_BYTES)
+        self._offset = self._length = 0
+
+    def at(self, offset_bytes: int, length_bytes: int, *, ahead: bool) -> memoryview:
+        """Return bytes of the region, shorter at its end; with `ahead` reads on beyond them."""
+        assert length_bytes <= PIECE_BYTES
+        start = offset_bytes - self._offset
+        if not 0 <= start <= self._length - length_bytes:
+            want = PIECE_BYTES if ahead else length_bytes
+            view = self._piece[: min(want, self._end_bytes - offset_bytes)]
+            self._length = self._disk.preadv(self._handle, [view], offset_bytes) // BLOCK * BLOCK
+            self._offset, start = offset_bytes, 0
+        return self._piece[start : min(start + length_bytes, self._length)]
+
+    def next_start(self, offset_bytes: int) -> int:
+        """Return the next block that begins like a record, or the region's end."""
+        while offset_bytes < self._end_bytes:
+            view = self.at(offset_bytes, BLOCK, ahead=True)
+            if not view:
+                break
+            start = offset_bytes - self._offset
+            rest = np.frombuffer(self._piece[start : self._length], np.uint64)
+            hits = np.flatnonzero(rest[:: BLOCK // 8] == _MAGIC)
+            if hits.size:
+                return offset_bytes + int(hits[0]) * BLOCK
+            offset_bytes += rest.nbytes
+        return self._end_bytes
+
+    def record(self, offset_bytes: int, *, ahead: bool) -> Record:
+        """Decode the header that begins there; BadRecord if none does."""
+        size = header_bytes_of(self.at(offset_bytes, BLOCK, ahead=ahead))
+        record = decode_record(self.at(offset_bytes, size, ahead=ahead))
+        if record.length_bytes > self._end_bytes - offset_bytes:
+            raise BadRecord("record: beyond the region")
+        return record
 
 
 def walk(
@@ -55,33 +85,36 @@ def walk(
     Raises:
         OSError: The disk failed; what was yielded before is good.
     """
-    offset = BLOCK
+    window = _Window(disk, region, region_bytes)
+    spaces: dict[bytes, tuple[bytes, bytes, bytes]] = {}
+    offset, ahead = BLOCK, False
     while offset < region_bytes:
         try:
-            record = read_header(disk, region.handle, offset, region_bytes)
+            record = window.record(offset, ahead=ahead)
+            _check(record, region, uuid, spaces)
         except BadRecord:
-            offset = _next_start(disk, region, offset + BLOCK, region_bytes)
+            offset = window.next_start(offset + BLOCK)
             continue
-        origin = record.origin
-        mine = (origin.store, origin.region, origin.incarnation)
-        if (
-            mine == (uuid, region.id, region.incarnation)
-            and origin.generation > origin.incarnation
-            and _space_fits(record)
-        ):
-            yield offset, record
-            offset += record.length_bytes
-        else:
-            offset = _next_start(disk, region, offset + BLOCK, region_bytes)
+        yield offset, record
+        offset += record.length_bytes
+        ahead = record.length_bytes <= FAR_BYTES
 
 
-def _space_fits(record: Record) -> bool:
-    try:
+def _check(
+    record: Record, region: Region, uuid: bytes, spaces: dict[bytes, tuple[bytes, bytes, bytes]]
+) -> None:
+    """Raise BadRecord unless a record is of this use of a region, and describes its space."""
+    origin = record.origin
+    if (origin.store, origin.region, origin.incarnation) != (uuid, region.id, region.incarnation):
+        raise BadRecord("record: of another store, region or use of it")
+    if origin.generation <= origin.incarnation:
+        raise BadRecord("record: older than this use of the region")
+    ids = spaces.get(record.space_blob)
+    if ids is None:
         space = decode_space(record.space_blob)
-    except BadRecord:
-        return False
-    ids = (record.space_digest, record.namespace, record.layout_id)
-    return ids == (space.digest, space.namespace, space.layout_id)
+        ids = spaces[record.space_blob] = (space.digest, space.namespace, space.layout_id)
+    if ids != (record.space_digest, record.namespace, record.layout_id):
+        raise BadRecord("record: describes another space")
 
 
 class _Findings:
@@ -97,7 +130,7 @@ class _Findings:
         row = row_of(record, offset_bytes)
         self.life = max(self.life, row.generation >> LIFE_SHIFT)
         self.spaces.setdefault(row.space_key, record.space_blob)
-        packed = encode_row(row)
+        packed = pack_row(row)
         before = self.newest.get(row.key)
         if before is not None:
             self.older.setdefault(row.key, []).append(before)
@@ -108,12 +141,12 @@ class _Findings:
         for key, others in self.older.items():
             for packed in sorted([*others, self.newest[key]], key=_generation, reverse=True):
                 self.newest[key] = packed
-                if _is_whole(disk, extents, decode_row(packed)):
+                if _is_whole(disk, extents, unpack_row(packed)):
                     break
 
 
 def _generation(packed: bytes) -> int:
-    return decode_row(packed).generation
+    return unpack_row(packed).generation
 
 
 def _is_whole(disk: Disk, extents: Extents, row: Row) -> bool:
@@ -159,7 +192,7 @@ def rebuild(
         yield Changes(meta=begin_meta(uuid, found.life), spaces=found.spaces)
         keys = sorted(found.newest)
         for first in range(0, len(keys), BATCH_ROWS):
-            rows = [found.newest[key] for key in keys[first : first + BATCH_ROWS]]
+            rows = seal_rows([found.newest[key] for key in keys[first : first + BATCH_ROWS]])
             yield Changes([Change(row[:KEY_BYTES], row[KEY_BYTES:]) for row in rows])
 
     return place.build(fill()), found.life

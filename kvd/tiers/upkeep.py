@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvd.tiers.disk import Disk
+    from kvd.tiers.group_commit import IndexThread
     from kvd.tiers.health import Health
-    from kvd.tiers.index import Index, IndexPlace, IndexThread
+    from kvd.tiers.index import Index, IndexPlace
     from kvd.tiers.threads import Calls, Watch
 
 _LOG = log.get("nvme")

@@ -15,17 +15,14 @@ import pytest
 
 from kvd.tiers import _index_copy
 from kvd.tiers.disk import RealDisk
+from kvd.tiers.group_commit import IndexThread, Job, SyncFailed, Withdrawn
 from kvd.tiers.index import (
     Change,
     Changes,
     IndexBroken,
     IndexFailed,
     IndexFull,
-    IndexThread,
-    Job,
     LmdbPlace,
-    SyncFailed,
-    Withdrawn,
     lmdb_error,
 )
 from kvd.tiers.rows import KEY_BYTES, ROW_BYTES, Row, encode_row

@@ -143,6 +143,16 @@ def test_a_parent_inherits_the_last_use_of_its_child() -> None:
     assert lru.worth("other") == 2
 
 
+def test_of_one_request_the_tail_goes_first() -> None:
+    """Where a block between is missing, both its sides may go: the far one is worth less."""
+    lru = LeafLru[int]()
+    for block, parent in ((1, None), (3, 2)):
+        lru.inserted(block, parent, 0)
+        lru.evictable(block)
+    lru.touched(Request(1, (1, 2, 3)))
+    assert lru.victim() == 3
+
+
 # --------------------------------------------------------------------------------- S3-FIFO
 
 
