@@ -6,7 +6,7 @@ What is timed, each beside the raw disk measured just before in the same round, 
 (`bench.codec.real_kv`) in objects of 512 tokens, one a chunk, prefixes of 8 chunks:
 
     raw write   as many records, plain O_DIRECT writes from as many threads as kvd has, to fresh
-                files laid out like kvd's regions; until they are synced
+                files laid out like kvd's regions (made before); until they are synced
     demote      a client stores four times the host tier, refused whenever nothing is durable yet;
                 until all of it is durable: until the whole host tier could be given to others
     raw read    the records again, the same way
@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,7 +51,7 @@ from kvd_client.identity import HASH_BYTES
 from kvd_client.paths import stat_page_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -134,13 +135,13 @@ class RawDisk:
         self._pool = ThreadPoolExecutor(THREADS)
 
     def write(self, count: int) -> float:
-        """Write so many records until they are synced; return seconds."""
-        started = time.perf_counter()
+        """Write so many records until they are synced; return seconds. The files are made before."""
         for number in range(-(-count // self._each)):
             path = self._directory / f"{number:08d}"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
             os.posix_fallocate(fd, 0, REGION_BYTES)
             self._files.append(fd)
+        started = time.perf_counter()
         list(self._pool.map(self._write_one, range(count)))
         list(self._pool.map(os.fdatasync, self._files))
         return time.perf_counter() - started
@@ -208,6 +209,7 @@ class Tier:
         self._namespace = kvd_client.Namespace("bench", "0", "bfloat16", lossy=form == "fp8")
         self._chains = [chain(number) for number in range(PREFIXES)]
         self._client: kvd_client.Client
+        self.used_s = 0.0
 
     def start(self) -> None:
         """Run the daemon and connect."""
@@ -253,6 +255,21 @@ class Tier:
 
     def store(self) -> float:
         """Store every prefix until it is durable; return seconds."""
+        return self._timed(self._store)
+
+    def load(self) -> float:
+        """Acquire every prefix, a few at a time, until it is readable; return seconds."""
+        return self._timed(self._load)
+
+    def _timed(self, action: Callable[[], None]) -> float:
+        """Time an action, and the daemon's processor time meanwhile (`used_s`)."""
+        before, started = self.cpu_s(), time.perf_counter()
+        action()
+        took_s = time.perf_counter() - started
+        self.used_s = self.cpu_s() - before
+        return took_s
+
+    def _store(self) -> None:
         started = time.perf_counter()
         deadline = started + WAIT_S
         for hashes in self._chains:
@@ -262,7 +279,6 @@ class Tier:
                 if time.perf_counter() > deadline:
                     raise RuntimeError("the host tier does not empty")
         self._take_all(deadline)
-        return time.perf_counter() - started
 
     def _store_some(self, hashes: list[bytes], first: int) -> int:
         """Store what there is room for; return how many chunks."""
@@ -293,9 +309,7 @@ class Tier:
                 if time.perf_counter() > deadline:
                     raise RuntimeError("what was stored does not become durable")
 
-    def load(self) -> float:
-        """Acquire every prefix, a few at a time, until it is readable; return seconds."""
-        started = time.perf_counter()
+    def _load(self) -> None:
         waiting = deque(self._client.begin_acquire(c) for c in self._chains[:AHEAD])
         for number in range(PREFIXES):
             with self._client.wait(waiting.popleft()) as lease:
@@ -305,7 +319,6 @@ class Tier:
                 assert read >= 0
             if number + AHEAD < PREFIXES:
                 waiting.append(self._client.begin_acquire(self._chains[number + AHEAD]))
-        return time.perf_counter() - started
 
     def check(self) -> None:
         """Compare the last prefix with what was stored; RuntimeError if it is not that."""
@@ -348,8 +361,19 @@ def fresh_tier(parent: Path, form: str, objects: Sequence[Object]) -> Iterator[T
             tier.clean_up()
 
 
-def one_round(parent: Path, form: str, objects: Sequence[Object], samples: Samples) -> None:
-    """Time raw write, demote, raw read and promote once each."""
+def in_turn(first: Callable[[], float], second: Callable[[], float], turn: int) -> list[float]:
+    """Time two things, the other one first in every other turn; nothing else is on the disk."""
+    took = [0.0, 0.0]
+    for index in (0, 1) if turn % 2 else (1, 0):
+        os.sync()  # files that were removed are discarded, which delays the next writes
+        took[index] = (first, second)[index]()
+    return took
+
+
+def one_round(
+    parent: Path, form: str, objects: Sequence[Object], samples: Samples, turn: int
+) -> None:
+    """Time raw write and demote, then raw read and promote, once each."""
     count = PREFIXES * PREFIX_CHUNKS
     size = count * objects[0].nbytes
     took: dict[str, float] = {}
@@ -360,19 +384,16 @@ def one_round(parent: Path, form: str, objects: Sequence[Object], samples: Sampl
         fresh_tier(parent, form, objects) as tier,
     ):
         raw = RawDisk(Path(directory), objects)
-        tier.start()
-        took["raw_write"] = raw.write(count)
-        before = tier.cpu_s()
-        took["demote"] = tier.store()
-        cpu_s["demote"] = tier.cpu_s() - before
-        disk_bytes["demote"] = tier.counters()["write_bytes"]
-        tier.stop()
-        tier.start()
-        took["raw_read"] = raw.read(count)
-        before = tier.cpu_s()
-        took["promote"] = tier.load()
-        cpu_s["promote"] = tier.cpu_s() - before
-        disk_bytes["promote"] = tier.counters()["read_bytes"]
+        for name, reference, own, plain in (
+            ("demote", "raw_write", tier.store, raw.write),
+            ("promote", "raw_read", tier.load, raw.read),
+        ):
+            tier.start()
+            took[reference], took[name] = in_turn(partial(plain, count), own, turn)
+            cpu_s[name] = tier.used_s
+            disk_bytes[name] = tier.counters()[f"{reference[4:]}_bytes"]
+            if name == "demote":
+                tier.stop()
         tier.check()
         tier.stop()
         raw.remove()
@@ -396,7 +417,7 @@ def measure(rounds: int, parent: Path, *, synthetic: bool = False) -> dict[str, 
     for number in range(rounds):
         for form in FORMS:
             print(f"bench.nvme: round {number + 1}/{rounds}, {form}", file=sys.stderr)
-            one_round(parent, form, objects, samples)
+            one_round(parent, form, objects, samples, number)
     figures: dict[str, object] = {
         "kv": kind,
         "object_bytes": objects[0].nbytes,

@@ -30,8 +30,10 @@ class Result(NamedTuple):
     prompt_tokens: int
     first_token_ms: float
     total_ms: float
+    tokens_found: int
     tokens_reused: int
     bytes_reused: int
+    lossy: bool
     load_ms: float
     load_gb_s: float
     memcpy_gb_s: float
@@ -126,15 +128,18 @@ def serve_one(
     )
     ended = time.perf_counter()
     stage("storing")
-    stored = kvd_hf.store_prefix(client, model, cache, ids)
+    computed_s = first.at - started - prefix.seconds
+    stored = kvd_hf.store_prefix(client, model, cache, ids, seconds=computed_s)
     answer: list[int] = output[0, ids.shape[1] :].tolist()
     return answer, Result(
         connected=client.connected,
         prompt_tokens=ids.shape[1],
         first_token_ms=(first.at - started) * 1e3,
         total_ms=(ended - started) * 1e3,
+        tokens_found=prefix.found,
         tokens_reused=prefix.tokens,
         bytes_reused=prefix.bytes,
+        lossy=prefix.lossy,
         load_ms=prefix.seconds * 1e3,
         load_gb_s=prefix.bytes / prefix.seconds / 1e9,
         memcpy_gb_s=memcpy_gb_s(prefix.bytes) if prefix.bytes else 0.0,
@@ -162,7 +167,9 @@ def run(arguments: argparse.Namespace) -> Result:
     model, tokenizer = demo_model.load()
     stage("reading the weights' digest, connecting")
     salt = bytes.fromhex(arguments.salt)
-    client = connect_model(model, arguments.socket, chunk_tokens=CHUNK_TOKENS, salt=salt)
+    client = connect_model(
+        model, arguments.socket, chunk_tokens=CHUNK_TOKENS, salt=salt, lossy=arguments.lossy
+    )
     stage("warming up")
     with torch.no_grad():  # as a server is: memory and threads are there before the first request
         model(input_ids=torch.ones((1, WARM_UP_TOKENS), dtype=torch.long))
@@ -181,6 +188,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="of the prompt; 0: as it is")
     parser.add_argument("--new-tokens", type=int, default=24, help="to generate, at most")
     parser.add_argument("--salt", default="", help="hex: engines with one salt share")
+    parser.add_argument("--lossy", action="store_true", help="allow FP8 copies in colder tiers")
     arguments = parser.parse_args()
     from kvd.demo import model as demo_model
 

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 READY_S: Final = 30.0
-STOP_S: Final = 15.0
+STOP_S: Final = 45.0
+"""A daemon may write down what is not yet on NVMe (`flush_s`, 30 s)."""
 STAT_S: Final = 30.0
 ENGINE_S: Final = 900.0
 """A slow, shared machine takes minutes; a hang takes longer."""
 ERROR_LINES: Final = 15
+
+_CONFIG: Final = "# The demo's own, so that this host's configuration plays no part.\n"
 
 _ENGINE_ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -45,28 +48,38 @@ class StepFailed(Exception):
 
 
 @contextmanager
-def daemon(folder: Path, host_bytes: str = "1GiB") -> Iterator[Path]:
+def daemon(folder: Path, host_bytes: str = "1GiB", nvme_bytes: str = "0") -> Iterator[Path]:
     """Run `kvd serve` on a socket in `folder`, and yield the socket once it answers.
+
+    Stopped and started again in the same folder, it finds its NVMe tier there.
 
     Args:
         folder: Where its socket, state and log go; nobody else's.
         host_bytes: Of its host tier, as `kvd serve` takes them.
+        nvme_bytes: Of its NVMe tier.
 
     Raises:
-        StepFailed: It ended, or did not answer within `READY_S`.
+        StepFailed: It ended by itself, or did not answer within `READY_S`.
     """
-    path = folder / "kvd.sock"
-    command = [sys.executable, "-m", "kvd", "serve", "--socket", str(path)]
-    command += ["--state-dir", str(folder / "state"), "--host-bytes", host_bytes]
-    environment = {name: value for name, value in os.environ.items() if name != "KVD_CONFIG"}
-    log = folder / "kvd.log"
-    with log.open("wb") as output:
+    path, log, config = folder / "kvd.sock", folder / "kvd.log", folder / "kvd.toml"
+    config.write_text(_CONFIG)
+    command = [sys.executable, "-m", "kvd", "serve", "--config", str(config)]
+    command += ["--socket", str(path), "--state-dir", str(folder / "state")]
+    command += ["--host-bytes", host_bytes, "--nvme-bytes", nvme_bytes]
+    with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
     try:
         _wait_ready(process, path, log)
-        yield path
+        try:
+            yield path
+        except StepFailed as error:  # because of the daemon's end, perhaps
+            if (code := process.poll()) is None:
+                raise
+            raise StepFailed(_ended(code, log)) from error
+        if (code := process.poll()) is not None:
+            raise StepFailed(_ended(code, log))
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -78,7 +91,9 @@ def daemon(folder: Path, host_bytes: str = "1GiB") -> Iterator[Path]:
 
 def _wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
     deadline = time.monotonic() + READY_S
-    while process.poll() is None and time.monotonic() < deadline:
+    while (code := process.poll()) is None:
+        if time.monotonic() > deadline:
+            raise StepFailed(_last(f"kvd serve does not answer after {READY_S:.0f} s", log))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             try:
                 probe.connect(str(path))
@@ -86,19 +101,27 @@ def _wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None
                 time.sleep(0.05)
             else:
                 return
-    end = "ended" if process.poll() is not None else f"does not answer after {READY_S:.0f} s"
-    last = log.read_text(errors="replace").splitlines()[-ERROR_LINES:]
-    raise StepFailed("\n".join([f"kvd serve {end}:", *last]))
+    raise StepFailed(_ended(code, log))
 
 
-def stat(path: Path) -> str:
+def _ended(code: int, log: Path) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return _last(f"kvd serve {how}", log)
+
+
+def _last(what: str, log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-ERROR_LINES:]
+    return "\n  ".join([f"{what}; the end of its log:", *lines])
+
+
+def stat(path: Path, *options: str) -> str:
     """Return what `kvd stat` prints.
 
     Raises:
         StepFailed: It failed.
     """
     done = subprocess.run(  # noqa: S603 - our own
-        [sys.executable, "-m", "kvd", "stat", "--socket", str(path)],
+        [sys.executable, "-m", "kvd", "stat", "--socket", str(path), *options],
         capture_output=True,
         text=True,
         timeout=STAT_S,

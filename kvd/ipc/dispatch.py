@@ -148,16 +148,16 @@ class Dispatcher:
 
     def _worth(self, space: Space, hashes: list[bytes]) -> int:
         """Return how much of a usable prefix is faster to load than to compute."""
-        warm = next((i for i, key in enumerate(hashes) if not space.chunks[key].ready), len(hashes))
-        if warm == len(hashes) or self._riser is None:
+        chunks = [chunk for key in hashes if (chunk := space.chunks.get(key))]
+        warm = next((i for i, chunk in enumerate(chunks) if not chunk.ready), len(chunks))
+        if warm == len(chunks) or self._riser is None:
             return len(hashes)  # from host memory it always is
         lengths = {self._catalog.usable(space, hashes[:warm]), len(hashes)} - {0}
-        offers = [(n, self._load(space, hashes[:n])) for n in sorted(lengths)]
+        offers = [(n, self._load(space, chunks[:n], n)) for n in sorted(lengths)]
         return space.gate.worth(offers, self._riser.cost())
 
     @staticmethod
-    def _load(space: Space, hashes: list[bytes]) -> Load:
-        chunks = [space.chunks[key] for key in hashes]
+    def _load(space: Space, chunks: list[Chunk], count: int) -> Load:
         cold = sum([chunk.cold[2] for chunk in chunks if chunk.cold and not chunk.ready])
         host = sum([chunk.size_bytes for chunk in chunks])
         return Load(count * space.layout.chunk_tokens, host, cold)

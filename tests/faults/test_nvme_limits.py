@@ -257,7 +257,7 @@ def test_a_really_full_file_system(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 12288, 20000])
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 12288, 16000])
 def test_every_size_into_every_buffer(tmp_path: Path, size: int, *, direct: bool) -> None:
     """Raw objects arrive whole in aligned, odd, longer and missing buffers; nothing is overrun."""
 
@@ -266,7 +266,7 @@ def test_every_size_into_every_buffer(tmp_path: Path, size: int, *, direct: bool
         store.open()
         page = aligned_memory(size)[:size]
         page[:] = os.urandom(size)
-        stored = [os.urandom(size), page, memoryview(bytearray(size))]
+        stored: list[bytes | memoryview] = [os.urandom(size), page, memoryview(bytearray(size))]
         parts = [Part(column, 0, size, item) for column, item in enumerate(stored)]
         ref = await store.write(Bundle(SPACES[0], b"c" * 32, b"p" * 32, parts))
         room = aligned_memory(size + 8192)
