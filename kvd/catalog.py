@@ -121,7 +121,7 @@ class Catalog:
             chunk.pins += 1
             chunk.cold_used = True
             self._touch(chunk)
-            if chunk.unwanted:  # wanted after all
+            if chunk.unwanted or chunk.dirty_bytes:  # wanted after all; in order by its new tick
                 chunk.unwanted = False
                 self._settle(chunk, chunk.warm)
         if charge:
@@ -346,13 +346,13 @@ class Catalog:
         why = "clean" if chunk.clean else "unwanted" if chunk.unwanted else "capacity"
         self.counters.count_eviction(reason or why, len(chunk.slots), chunk.size_bytes)
         was_warm = chunk.warm
-        for slot in chunk.slots.values():
+        for column, slot in list(chunk.slots.items()):
             slot.step(SlotEvent.EVICT)
             slot.chunk = None
             self.pool.give_back(slot)
-        for column in list(chunk.slots):
             chunk.take(column)
         chunk.mask = chunk.lossy_mask = chunk.size_bytes = 0
+        chunk.unwanted = False  # that was about the copy that goes
         self._settle(chunk, was_warm)
 
     def begin_demotion(self, chunk: Chunk) -> list[Slot]:
@@ -386,18 +386,18 @@ class Catalog:
 
     def begin_promotion(self, chunk: Chunk) -> list[Slot] | None:
         """Reserve host slots for what only the cold copy has; None when there is no room."""
-        layout = chunk.space.layout
         slots: list[Slot] = []
         chunk.moves += 1
         for column in _bits(chunk.cold_mask & ~chunk.mask):
             if column in chunk.slots:
                 continue  # an engine is filling it: what it publishes is as good
-            group = layout.group_of(column)
+            group = chunk.space.layout.group_of(column)
             status, slot = self._reserve_one(chunk, column, group, DAEMON, NEVER_NS)
             if slot is None:
                 assert status in {Status.NO_SPACE, Status.OVER_QUOTA}
                 self.end_promotion(chunk, slots, read=False)
                 return None
+            slot.lossy = chunk.cold_lossy
             slots.append(slot)
         return slots
 
@@ -407,7 +407,7 @@ class Catalog:
             if read:
                 status = self.publish(DAEMON, slot.generation, 0)
                 assert status is Status.OK
-                chunk.lossy_mask |= chunk.cold_lossy << slot.column
+                chunk.lossy_mask |= slot.lossy << slot.column
             else:
                 self._free_filling(slot, SlotEvent.ABORT)
         assert chunk.moves > 0

@@ -6,6 +6,7 @@ Imports of a command's module wait until that command is given, so that `kvd sta
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import sys
@@ -17,10 +18,14 @@ from kvd_client.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+_MODULES = {"check": "kvd.check", "demo": "kvd.demo.main", "replay": "kvd.replay_cli"}
+"""Commands whose module adds their options and runs them; imported when they are given."""
 
 _SERVE = """\
 examples:
@@ -45,9 +50,23 @@ exit codes:
   2  wrong option
   3  a daemon is there but has written nothing for 2 seconds
 """
+_CHECK = """\
+examples:
+  kvd check /var/lib/kvd/nvme
+  kvd check /var/lib/kvd/nvme --repair
+  kvd check /var/lib/kvd/nvme --json
+
+Stop the daemon first. Nothing is changed without --repair.
+
+exit codes:
+  0  all is whole, or was repaired
+  1  something is damaged
+  2  wrong option, no NVMe tier there, or a daemon uses it; stderr says what to change
+"""
 _DEMO = """\
-example:
+examples:
   kvd demo
+  kvd demo --json
 
 exit codes:
   0  it worked
@@ -78,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KvdError as error:
         sys.stderr.write(f"kvd: error: {error}\n")
         return EXIT_ERROR
+    except ModuleNotFoundError as error:
+        if (error.name or "kvd").partition(".")[0] in {"kvd", "kvd_client"}:
+            raise
+        text = f"needs {error.name}, which is not installed: pip install 'kvd[daemon]'"
+        sys.stderr.write(f"kvd: error: this command {text}\n")
+        return EXIT_ERROR
     except BrokenPipeError:  # `kvd stat | head -1`: nobody reads on, and that is fine
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
@@ -87,21 +112,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    options = _parser(with_demo=bool(arguments) and arguments[0] == "demo").parse_args(arguments)
+    name = arguments[0] if arguments else ""
+    module = importlib.import_module(_MODULES[name]) if name in _MODULES else None
+    options = _parser(name, module).parse_args(arguments)
     match options.command:
         case "serve":
             return _serve(options)
         case "stat":
             return _stat(options)
-        case "demo":
-            from kvd.demo import main as demo
-
-            return int(demo.run(options))
-        case _:
+        case "version":
             return _version()
+        case _:
+            assert module is not None
+            return int(module.run(options))
 
 
-def _parser(*, with_demo: bool) -> argparse.ArgumentParser:
+def _parser(name: str, module: ModuleType | None) -> argparse.ArgumentParser:
+    """Build the parser; only the command `name`, if it has a module, gets that one's options."""
     parser = argparse.ArgumentParser(
         prog="kvd",
         description="Keep the KV cache of this host's LLM engines, and share it among them.",
@@ -113,12 +140,13 @@ def _parser(*, with_demo: bool) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(_add(commands, "serve", "run the daemon", _SERVE))
     _add_stat(_add(commands, "stat", "show what the daemon holds and does", _STAT))
-    demo = _add(commands, "demo", "show two engines sharing one cache", _DEMO)
+    _add(commands, "check", "verify every byte of an NVMe tier, offline", _CHECK)
+    replay_help = getattr(module, "EPILOG", "")
+    _add(commands, "replay", "replay a trace against policies and sizes", replay_help)
+    _add(commands, "demo", "show engines sharing one cache, in memory and on NVMe", _DEMO)
     _add(commands, "version", "print the version", _VERSION)
-    if with_demo:
-        from kvd.demo import main as demo_main
-
-        demo_main.add_arguments(demo)
+    if module is not None:
+        module.add_arguments(commands.choices[name])
     return parser
 
 

@@ -24,6 +24,7 @@ import msgpack
 from kvd import codec, log
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault
+from kvd.policies import Admission, LifeTable, Request, make_admission
 from kvd.tiers.disk import Corrupt, TierError, aligned_memory
 from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
@@ -57,6 +58,10 @@ WAKE_S = 0.1
 """Longest sleep of the mover while there may be something to do."""
 HEADROOM_BYTES = 1 << 20
 """Of a region, for headers and the padding of a chunk's objects."""
+STAY_STEP = 0.25
+"""Of a new sample in the mean time that a region's chunks stay."""
+REMEMBERED = 1 << 16
+"""Chunks whose uses are remembered for `second-touch`, a tenant."""
 RETRY_S = 1.0
 """Pause after a failure of the tier."""
 
@@ -79,6 +84,9 @@ class ColdTier:
         self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
         self._stored: dict[Space, StoredSpace] = {}
         self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
+        self._admissions: dict[Tenant, Admission[bytes]] = {}
+        self._born: dict[int, int] = {}
+        self._lowers: dict[Tenant, LifeTable[bytes]] = {}
         self._broken: list[tuple[bytes, bytes, int]] = []
         self._group: asyncio.TaskGroup | None = None
         self._demotions = 0
@@ -215,7 +223,9 @@ class ColdTier:
                 chunk = eviction.demotable(tenant) if self.store.writable else None
                 if chunk is None:
                     break
-                if chunk.size_bytes > self.store.config.region_bytes - HEADROOM_BYTES:
+                fits = chunk.size_bytes <= self.store.config.region_bytes - HEADROOM_BYTES
+                if not fits or not self._admits(chunk):
+                    self._catalog.counters.chunks_not_admitted += 1
                     self._catalog.reject(chunk)
                     continue
                 slots = self._catalog.begin_demotion(chunk)
@@ -240,6 +250,7 @@ class ColdTier:
             ref = await self.store.write(Bundle(stored, chunk.hash, parent, parts, hint))
             maybe_fault("demote.after_write")
             cold = (ref, mask, lossy)
+            self._born.setdefault(ref.region, self._now_ns())
             self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
         except TierError as error:
             self._catalog.counters.demotions_failed += 1
@@ -251,6 +262,38 @@ class ColdTier:
             self._catalog.end_demotion(chunk, cold)
             maybe_fault("demote.after_end")
             self.wake()
+
+    def _admits(self, chunk: Chunk) -> bool:
+        """Whether a chunk is worth a write; what hangs below a written one always is not lost."""
+        if any(child.cold is not None for child in chunk.children()):
+            return True
+        return self._admission(chunk.space.tenant).admits(chunk.hash)
+
+    def _admission(self, tenant: Tenant) -> Admission[bytes]:
+        found = self._admissions.get(tenant)
+        if found is None:
+            lower: LifeTable[bytes] = LifeTable()
+            self._lowers[tenant] = lower
+            found = self._admissions[tenant] = make_admission(
+                self._knobs.admission,
+                lower,
+                remembered=REMEMBERED,
+                threshold=self._knobs.admission_threshold,
+            )
+        return found
+
+    def touched(self, tenant: Tenant, hashes: Sequence[bytes]) -> None:
+        """Hear of a request's chain, once; admission learns from it."""
+        if self._knobs.admission == "all":
+            return
+        request = Request(self._now_ns(), hashes)
+        self._admission(tenant).touched(request)
+        if self._knobs.admission == "predicted":
+            self._lowers[tenant].touched(request)
+
+    @staticmethod
+    def _now_ns() -> int:
+        return int(asyncio.get_running_loop().time() * 1e9)
 
     def _form_of(self, space: Space) -> Form:
         """Return the form to write: a lossy one only where the namespace allows it."""
@@ -414,6 +457,13 @@ class ColdTier:
             maybe_fault("reclaim.after_drop")
         except TierError as error:
             _LOG.limited("reclaim failed", why=str(error))
+
+    def _stayed(self, region: int) -> None:
+        """Learn how long a region's chunks stay, for `predicted`."""
+        born = self._born.pop(region, None)
+        if born is not None:
+            for lower in self._lowers.values():
+                lower.stay_ns += STAY_STEP * (self._now_ns() - born - lower.stay_ns)
 
     @staticmethod
     def _keep(chunk: Chunk) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Form = Literal["fp8", "lossless", "raw"]
 FORMS: dict[str, Form] = {"fp8": "fp8", "lossless": "lossless", "raw": "raw"}
 ON_OFF = ("on", "off")
+ADMISSIONS = ("all", "second-touch", "predicted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class NvmeKnobs:
         codec_threads: For changing the form.
         dirty_share: Of a tenant's host memory, what may be the only copy before it is pressing.
         write_behind: Write down whenever the disk is idle, not only under pressure.
+        admission: Which chunks are written at all, see `kvd.policies.admission`.
+        admission_threshold: For `predicted`: the least chance of being used again.
         flush_s: What the last writes get when the daemon goes down.
     """
 
@@ -40,6 +43,8 @@ class NvmeKnobs:
     codec_threads: int = 2
     dirty_share: float = 0.5
     write_behind: bool = True
+    admission: str = "all"
+    admission_threshold: float = 0.1
     flush_s: float = 30.0
 
 
@@ -67,6 +72,8 @@ def read(table: Table, state_dir: str) -> NvmeKnobs:
         codec_threads=threads or max(1, min(4, len(os.sched_getaffinity(0)) - 1)),
         dirty_share=table.number("dirty_share", 0.5, 0, 1),
         write_behind=table.choice("write_behind", "on", ON_OFF) == "on",
+        admission=table.choice("admission", "all", ADMISSIONS),
+        admission_threshold=table.number("admission_threshold", 0.1, 0, 1),
         flush_s=table.number("flush_s", 30.0, 0, 3600),
     )
 
@@ -83,5 +90,7 @@ def dump(knobs: NvmeKnobs) -> list[str]:
         f"codec_threads = {knobs.codec_threads}",
         f"dirty_share = {knobs.dirty_share!r}",
         f'write_behind = "{"on" if knobs.write_behind else "off"}"',
+        f'admission = "{knobs.admission}"',
+        f"admission_threshold = {knobs.admission_threshold!r}",
         f"flush_s = {knobs.flush_s!r}",
     ]

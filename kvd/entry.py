@@ -88,6 +88,7 @@ class Slot:
         chunk: Whose object it is; None once quarantined.
         column: Which of the chunk's objects.
         deadline_ns: Until when it may be published.
+        lossy: Whether what comes into it went through a lossy form.
     """
 
     __slots__ = (
@@ -96,6 +97,7 @@ class Slot:
         "deadline_ns",
         "generation",
         "index",
+        "lossy",
         "offset_bytes",
         "owner",
         "size_bytes",
@@ -127,6 +129,7 @@ class Slot:
         self.chunk: Chunk | None = None
         self.column = 0
         self.deadline_ns = 0
+        self.lossy = False
 
     def step(self, event: SlotEvent) -> None:
         """Move on.

@@ -27,6 +27,7 @@ class Counters:
         evictions: Objects dropped, by reason.
         bytes_evicted: Their bytes.
         demotions: Chunks written to the tier below.
+        chunks_not_admitted: Chunks not written down: too large, or too unlikely to be used again.
         demotions_failed: Demotions that failed; the chunks stayed where they were.
         bytes_demoted: Objects' bytes written down, before the cold form.
         bytes_written: Bytes of records written for them.
@@ -60,6 +61,7 @@ class Counters:
     evictions: dict[str, int] = field(default_factory=dict)
     bytes_evicted: int = 0
     demotions: int = 0
+    chunks_not_admitted: int = 0
     demotions_failed: int = 0
     bytes_demoted: int = 0
     bytes_written: int = 0

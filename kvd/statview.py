@@ -24,6 +24,7 @@ SILENT_S = 2.0
 """A daemon writes its page several times a second; older than this means that it is stuck."""
 ROWS_MAX = 8
 CELL_CHARS_MAX = 28
+REASON_CHARS_MAX = 60
 
 EXIT_OK, EXIT_NO_DAEMON, EXIT_SILENT = 0, 1, 3
 
@@ -80,7 +81,7 @@ def _json(snapshot: Snapshot) -> str:
 
 
 def render(snapshot: Snapshot, *, colours: bool = False) -> str:
-    """Return the table, some 25 lines."""
+    """Return the table: some 25 lines, 10 more with an NVMe tier."""
 
     def paint(how: str, text: str) -> str:
         return f"\x1b[{_SGR[how]}m{text}\x1b[0m" if colours and text else text
@@ -91,6 +92,8 @@ def render(snapshot: Snapshot, *, colours: bool = False) -> str:
         lines.append(f"{paint('bold', f'{name:<10}')}{text}")
     for table in (_tenants(stats), _sessions(stats), _spaces(stats)):
         lines += _aligned(table, paint)
+    if _map(stats, "nvme"):
+        lines += _aligned(_gates(stats), paint, REASON_CHARS_MAX)
     return "\n".join(lines)
 
 
@@ -125,10 +128,19 @@ def _warnings(snapshot: Snapshot, paint: Callable[[str, str], str]) -> Iterator[
         )
     for note in _list(_map(snapshot.stats, "host"), "notes"):
         yield paint("yellow", f"note: {_clean(note)}")
+    nvme = _map(snapshot.stats, "nvme")
+    if note := _text(nvme, "note"):
+        yield paint("yellow", f"note: {note}")
+    state = _text(nvme, "state")
+    if state not in {"", "open"}:
+        yield paint("yellow", f"note: NVMe takes nothing in: it is {state}")
 
 
 def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _host(_map(stats, "host"))
+    nvme = _map(stats, "nvme")
+    if nvme:
+        yield from _nvme(nvme)
     count, _ = _getters(stats)
     now = (
         f"{count('chunks')} chunks in {len(_list(stats, 'spaces'))} spaces,"
@@ -137,7 +149,9 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "cache", now
     counters = _map(stats, "counters")
-    yield from _traffic(counters)
+    yield from _traffic(counters, gated=bool(nvme))
+    if nvme:
+        yield from _moves(counters)
     so_far, _ = _getters(counters)
     sessions = (
         f"{count('session_count')} now, {so_far('sessions')} so far,"
@@ -148,11 +162,13 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "loop", f"{so_far('messages')} messages, {lag_ms:.1f} ms behind"
 
 
-def _traffic(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _traffic(counters: dict[str, Any], *, gated: bool) -> Iterator[tuple[str, str]]:
     count, size = _getters(counters)
     asked = _number(counters, "lookup_chunks_asked")
     found = _number(counters, "lookup_chunks_found")
     rate = f"hit rate {100 * found / asked:.1f} % of {asked:,.0f} chunks" if asked else "none asked"
+    if gated and found:
+        rate += f"; {count('lookup_chunks_worth')} of {found:,.0f} found worth loading"
     yield "lookups", f"{count('lookups')}, {rate}"
     reads = (
         f"{size('bytes_acquired')} in {count('chunks_acquired')} chunks,"
@@ -173,20 +189,65 @@ def _traffic(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
     _, size = _getters(host)
-    capacity, used = _number(host, "capacity_bytes"), _number(host, "used_bytes")
-    part = min(1.0, used / capacity) if capacity else 0.0
-    bar = "#" * round(20 * part) + "." * (20 - round(20 * part))
+    capacity = _number(host, "capacity_bytes")
     held, blank = (_number(host, name) for name in ("slabs_held", "slabs_blank"))
     slabs = f"{held:.0f} of {held + blank:.0f} slabs of {size('slab_bytes')} held"
-    yield "host", f"[{bar}] {100 * part:.0f} %, {about(used)} of {about(capacity)}; {slabs}"
+    yield "host", f"{_bar(host)}; {slabs}"
+    # "Filling" is one word for one thing, here and in the table of tenants: reserved and
+    # quarantined, which is what the limit on it counts.
+    filling = _number(host, "reserved_bytes") + _number(host, "quarantined_bytes")
     contents = (
-        f"published {size('published_bytes')}, filling {size('reserved_bytes')},"
-        f" quarantined {size('quarantined_bytes')}, pinned {size('pinned_bytes')}"
+        f"published {size('published_bytes')}, filling {about(filling)}"
+        f" ({size('quarantined_bytes')} of it quarantined), pinned {size('pinned_bytes')}"
     )
     yield "", contents
     ready = _number(host, "ready_bytes")
     warming = f"; {about(ready)} ready so far" if ready < capacity else ""
     yield "", f"locked {size('locked_bytes')}, in huge pages {size('huge_bytes')}{warming}"
+
+
+def _nvme(nvme: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    count, size = _getters(nvme)
+    direct = "direct I/O" if nvme.get("direct") is True else "through the page cache"
+    yield "nvme", f"{_bar(nvme)}; {_text(nvme, 'state')}, form {_text(nvme, 'form')}, {direct}"
+    contents = (
+        f"live {size('live_bytes')} in {count('live_count')} chunks,"
+        f" garbage {size('garbage_bytes')}; still to write {size('dirty_bytes')}"
+    )
+    yield "", contents
+    queues = (
+        f"queued {count('reads_queued')} reads, {count('writes_queued')} writes,"
+        f" {count('index_queued')} commits;"
+        f" reading {size('read_bytes_per_s')}/s, writing {size('write_bytes_per_s')}/s"
+    )
+    yield "", queues
+
+
+def _moves(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Say what went down and up, before and after its cold form."""
+    count, size = _getters(counters)
+    down = (
+        f"{size('bytes_demoted')} in {count('demotions')} chunks, as {size('bytes_written')}"
+        f" on disk; {count('demotions_failed')} failed,"
+        f" {size('bytes_rewritten')} rewritten, {size('bytes_cold_dropped')} given up"
+    )
+    yield "demoted", down
+    written = _number(counters, "bytes_written") + _number(counters, "bytes_rewritten")
+    read = _number(counters, "bytes_read")
+    wear = f"{written / read:.2f} bytes written for each one read" if read else "nothing read yet"
+    up = (
+        f"{size('bytes_promoted')} in {count('promotions')} chunks, from {size('bytes_read')}"
+        f" on disk; {count('promotions_failed')} failed; {wear}"
+    )
+    yield "promoted", up
+
+
+def _bar(tier: dict[str, Any]) -> str:
+    """Draw how full a tier is."""
+    capacity, used = _number(tier, "capacity_bytes"), _number(tier, "used_bytes")
+    part = min(1.0, used / capacity) if capacity else 0.0
+    bar = "#" * round(20 * part) + "." * (20 - round(20 * part))
+    return f"[{bar}] {100 * part:.0f} %, {about(used)} of {about(capacity)}"
 
 
 def _tenants(stats: dict[str, Any]) -> list[list[str]]:
@@ -216,14 +277,28 @@ def _spaces(stats: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _aligned(rows: list[list[str]], paint: Callable[[str, str], str]) -> Iterator[str]:
+def _gates(stats: dict[str, Any]) -> list[list[str]]:
+    """Tabulate how fast engines say they compute, and what the last look-up made of it."""
+    rows = [["SPACE", "TOKENS/S", "LOAD OR COMPUTE"]]
+    for space in _rows(stats, "spaces"):
+        count, _ = _getters(space)
+        rows.append([_text(space, "label"), count("prefill_tokens_s"), _text(space, "gate")])
+    return rows
+
+
+def _aligned(
+    rows: list[list[str]], paint: Callable[[str, str], str], last_chars: int = CELL_CHARS_MAX
+) -> Iterator[str]:
     """Lay out a table, its longer part left to --json; columns of numbers to the right."""
     if len(rows) == 1:
         return
     more = len(rows) - 1 - ROWS_MAX
-    rows = [[_cut(cell) for cell in row] for row in rows[: ROWS_MAX + 1]]
+    rows = [
+        [*(_cut(cell) for cell in row[:-1]), _cut(row[-1], last_chars)]
+        for row in rows[: ROWS_MAX + 1]
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
+    right = [all(map(_is_amount, column[1:])) for column in zip(*rows, strict=True)]
     yield ""
     for number, row in enumerate(rows):
         cells = [
@@ -236,8 +311,13 @@ def _aligned(rows: list[list[str]], paint: Callable[[str, str], str]) -> Iterato
         yield paint("dim", f"and {more} more; --json shows them")
 
 
-def _cut(cell: str) -> str:
-    return cell if len(cell) <= CELL_CHARS_MAX else cell[: CELL_CHARS_MAX - 2] + ".."
+def _is_amount(cell: str) -> bool:
+    """Tell a number, perhaps with a unit, from a text."""
+    return cell[:1].isdigit() and cell.count(" ") <= 1
+
+
+def _cut(cell: str, chars: int = CELL_CHARS_MAX) -> str:
+    return cell if len(cell) <= chars else cell[: chars - 2] + ".."
 
 
 def _getters(values: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:

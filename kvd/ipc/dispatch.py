@@ -23,7 +23,7 @@ from kvd_client.errors import WireError
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvd.catalog import Catalog
     from kvd.clock import Clock
@@ -50,7 +50,7 @@ class Caller:
         rank: Whose shards it reads and writes.
     """
 
-    __slots__ = ("gone", "owner", "rank", "space", "tenant")
+    __slots__ = ("gone", "last_asked", "owner", "rank", "space", "tenant")
 
     def __init__(self, owner: OwnerId, tenant: Tenant, space: Space, rank: int) -> None:
         """Keep the four."""
@@ -59,6 +59,12 @@ class Caller:
         self.space = space
         self.rank = rank
         self.gone = False
+        self.last_asked = b""
+
+    def asks(self, hashes: list[bytes]) -> bool:
+        """Tell whether this is another chain than the last one: an engine may ask twice."""
+        last, self.last_asked = self.last_asked, hashes[-1] if hashes else b""
+        return bool(hashes) and last != self.last_asked
 
 
 class Riser(Protocol):
@@ -74,6 +80,10 @@ class Riser(Protocol):
 
     def cost(self) -> Rates:
         """Return the measured rates."""
+        ...
+
+    def touched(self, tenant: Tenant, hashes: Sequence[bytes]) -> None:
+        """Hear of a request's chain, once."""
         ...
 
     def wake(self) -> None:
@@ -142,6 +152,8 @@ class Dispatcher:
         self._counters.lookups += 1
         self._counters.lookup_chunks_asked += len(hashes)
         self._counters.lookup_chunks_found += found
+        if self._riser is not None and caller.rank == 0 and caller.asks(hashes):
+            self._riser.touched(caller.tenant, hashes)
         worth = self._worth(caller.space, hashes[:found]) if found else 0
         self._counters.lookup_chunks_worth += worth
         return wire.LookupReply(ask.request, found, worth)

@@ -236,3 +236,29 @@ def test_a_stopped_reader_does_not_hold_up_the_mover(
         for earlier in range(1, seed + 1):
             hashes = client.chunk_hashes(tokens(50, seed=earlier))
             assert load(client, hashes) <= 50
+
+
+def test_second_touch_writes_what_was_asked_for_twice(
+    make_daemon: MakeDaemon, tmp_path: Path, connect_to: Callable[..., kvd_client.Client]
+) -> None:
+    """A chain asked for once is never written; one asked for again is, and outlives a restart."""
+    config = tmp_path / "kvd.toml"
+    config.write_text(CONFIG.format(size="256MiB", form="raw") + 'admission = "second-touch"\n')
+    daemon = make_daemon(host_bytes=16 << 20, arguments=["--config", str(config)])
+    daemon.start()
+    client = connect_to(daemon)
+    once, twice = (client.chunk_hashes(tokens(20, seed=seed)) for seed in (1, 2))
+    for hashes in (once, twice):
+        client.lookup(hashes)
+        assert store(client, hashes) == 20
+    client.lookup(once[:1])
+    client.lookup(twice)
+    assert load(client, twice) == 20
+    wait_for(daemon, lambda s: durable(s) and s["counters"]["demotions"] > 0, 10)
+    page = stats(daemon)["counters"]
+    assert page["chunks_not_admitted"] >= 20
+    daemon.stop()
+    daemon.start()
+    client = connect_to(daemon)
+    assert client.lookup(twice).chunks == 20
+    assert client.lookup(once).chunks < 20
