@@ -194,6 +194,11 @@ class ColdTier:
         maybe_fault("close.after")
         self._codec.shutdown(wait=True)
 
+    def tick(self) -> None:
+        """Let time pass, whatever the mover waits for; call it some five times a second."""
+        self.store.tick()
+        self._look_at_health()
+
     def _look_at_health(self) -> None:
         """Let the catalog rely on the tier as far as its state allows."""
         state, eviction = self.store.state, self._catalog.eviction
@@ -237,25 +242,29 @@ class ColdTier:
         """Write one chunk down; whatever fails, it stays as it was (K4)."""
         mask = sum(1 << slot.column for slot in slots)
         form = self._form_of(chunk.space)
-        cold = None
+        cold, old, kept = None, chunk.cold, chunk.cold_mask & ~mask
         try:
             maybe_fault("demote.before_encode")
             parts = await self._encode(chunk.space, form, slots)
             lossy = form == "fp8" and any(part.form == FORM_FRAME for part in parts)
-            lossy = lossy or bool(chunk.lossy_mask & mask)
-            parent = chunk.parent.hash if chunk.parent else chunk.space.namespace
-            stored = self._space(chunk.space)
-            hint = HINT_LOSSY if lossy else 0
+            lossy = lossy or bool(chunk.lossy_mask & mask) or bool(kept and chunk.cold_lossy)
+            if old is not None and kept:  # objects that came after the others went down (K1)
+                parts += await self._as_stored(chunk, Ref(*old), kept)
+                parts.sort(key=itemgetter(0))
+            stored, hint = self._space(chunk.space), HINT_LOSSY if lossy else 0
+            bundle = Bundle(stored, chunk.hash, _above(chunk), parts, hint)
             maybe_fault("demote.before_write")
-            ref = await self.store.write(Bundle(stored, chunk.hash, parent, parts, hint))
+            ref = await self.store.write(bundle)
             maybe_fault("demote.after_write")
-            cold = (ref, mask, lossy)
+            cold = (ref, mask | kept, lossy)
             self._born.setdefault(ref.region, self._now_ns())
             self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
         except TierError as error:
             self._catalog.counters.demotions_failed += 1
             _LOG.limited("demotion failed", why=str(error))
-            if self.store.state == "open":
+            if isinstance(error, Corrupt) and old is not None:
+                await self._forget(chunk, Ref(*old))
+            elif self.store.state == "open":
                 await asyncio.sleep(RETRY_S)  # no room down there: the reclaim is on its way
         finally:
             self._demotions -= 1
@@ -397,8 +406,8 @@ class ColdTier:
     async def _read(self, chunk: Chunk, slots: Sequence[Slot], ref: Ref) -> None:
         """Read and decode a chunk's objects into their slots."""
         into = {slot.column: self._view(slot) for slot in slots}
-        parent = chunk.parent.hash if chunk.parent else chunk.space.namespace
-        loaded = await self.store.read(ref, self._space(chunk.space), chunk.hash, parent, into)
+        stored = self._space(chunk.space)
+        loaded = await self.store.read(ref, stored, chunk.hash, _above(chunk), into)
         loop = asyncio.get_running_loop()
         for slot in slots:
             item = loaded[slot.column]
@@ -445,6 +454,7 @@ class ColdTier:
                     await self._rewrite(chunk, key.ref)
             maybe_fault("reclaim.before_delete")
             gone = await self.store.reclaim(region)
+            self._stayed(region)
             maybe_fault("reclaim.after_delete")
             for key in gone:
                 chunk = self._find(key.space_key, key.chunk)
@@ -473,25 +483,31 @@ class ColdTier:
     async def _rewrite(self, chunk: Chunk, ref: Ref) -> None:
         """Write a bundle as it is to another region."""
         chunk.moves += 1
-        cold = None
+        cold, mask, lossy = None, chunk.cold_mask, chunk.cold_lossy
         try:
-            into: dict[int, None] = dict.fromkeys(_columns(chunk.cold_mask))
-            stored, parent = self._space(chunk.space), chunk.parent
-            above = parent.hash if parent else chunk.space.namespace
-            loaded = await self.store.read(ref, stored, chunk.hash, above, into)
-            parts = [_again(column, item) for column, item in sorted(loaded.items())]
-            hint = HINT_LOSSY if chunk.cold_lossy else 0
-            bundle = Bundle(stored, chunk.hash, above, parts, hint)
+            parts = await self._as_stored(chunk, ref, mask)
+            stored, hint = self._space(chunk.space), HINT_LOSSY if lossy else 0
+            bundle = Bundle(stored, chunk.hash, _above(chunk), parts, hint)
             maybe_fault("rewrite.before_write")
             new = await self.store.write(bundle, rewrite=True)
             maybe_fault("rewrite.after_write")
-            cold = (new, chunk.cold_mask, chunk.cold_lossy)
             chunk.cold_used = False
             self._catalog.counters.bytes_rewritten += new.length_bytes
+            if chunk.cold == ref:
+                cold = (new, mask, lossy)
+            else:  # it was given up meanwhile: that wins
+                await self._delete([(stored.key, chunk.hash, new.generation)])
         except TierError as error:
             _LOG.limited("rewrite failed", why=str(error))
         finally:
             self._catalog.end_demotion(chunk, cold)
+
+    async def _as_stored(self, chunk: Chunk, ref: Ref, mask: int) -> list[Part]:
+        """Read objects of a cold copy in the form in which they lie there."""
+        into: dict[int, None] = dict.fromkeys(_columns(mask))
+        stored = self._space(chunk.space)
+        loaded = await self.store.read(ref, stored, chunk.hash, _above(chunk), into)
+        return [_again(column, item) for column, item in sorted(loaded.items())]
 
     def _space(self, space: Space) -> StoredSpace:
         """Return a space as the store knows it."""
@@ -521,6 +537,11 @@ def _encode_one(
     form: Form, shape: codec.ObjectShape, source: memoryview, out: memoryview, planes: int
 ) -> codec.Encoded:
     return codec.encode(form, shape, source, out, planes=planes)
+
+
+def _above(chunk: Chunk) -> bytes:
+    """Return what names the chunk before it, as records do."""
+    return chunk.parent.hash if chunk.parent else chunk.space.namespace
 
 
 def _shape(layout: Layout, column: int) -> codec.ObjectShape:

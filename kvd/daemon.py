@@ -289,7 +289,7 @@ class Daemon:
             self.loop_lag_ms = max(0.0, (self.loop.time() - due) * 1e3)
             self.dispatcher.sweep()
             if self.cold is not None:
-                self.cold.store.tick()
+                self.cold.tick()
             self._publish(page)
             notify.watchdog()
 

@@ -223,6 +223,8 @@ class Dispatcher:
 
     def _finish(self, waiting: Waiting) -> None:
         """Answer an acquire that has waited, with as much as is there (W2)."""
+        if waiting.over:
+            return  # its session ended while another of its acquires was answered
         waiting.over = True
         assert self._riser is not None
         for chunk, done in waiting.rising.items():
