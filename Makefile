@@ -47,10 +47,16 @@ fmt: setup  ## format and fix what can be fixed safely
 	@$(PY) -m ruff check --fix-only .
 	@$(PY) -m ruff format .
 
-bench: setup  ## measure: messages, host copies, time to first token
+bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time to first token
 	@$(PY) -m bench.ipc
 	@$(PY) -m bench.host
+	@$(PY) -m bench.start
+	@$(PY) -m bench.codec
+	@$(PY) -m bench.nvme
+	@$(PY) -m bench.scale
+	@$(PY) -m bench.replay
 	@$(PY) -m bench.ttft
+	@$(PY) -m bench.quality
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

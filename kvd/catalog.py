@@ -372,6 +372,7 @@ class Catalog:
     def set_cold(self, chunk: Chunk, cold: Cold) -> None:
         """Note that a copy lies in the tier below."""
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
+        chunk.cold_used = False
         self._settle(chunk, chunk.warm)
 
     def reject(self, chunk: Chunk) -> None:

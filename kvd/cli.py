@@ -30,7 +30,7 @@ _MODULES = {"check": "kvd.check", "demo": "kvd.demo.main", "replay": "kvd.replay
 _SERVE = """\
 examples:
   kvd serve                           with /etc/kvd/kvd.toml, or the defaults
-  kvd serve --host-bytes 8GiB
+  kvd serve --host-bytes 8GiB --nvme-bytes 200GiB
   kvd serve --config kvd.toml --check
 
 exit codes:
@@ -72,6 +72,9 @@ exit codes:
   0  it worked
   1  it did not; stderr says why
   2  wrong option, or something it needs is missing
+
+It takes a minute on two cores, 1 GiB of memory and some 800 MB of disk, most of it the model,
+which is kept in the user's cache folder.
 """
 _VERSION = """\
 example:

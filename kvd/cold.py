@@ -25,7 +25,7 @@ from kvd import codec, log
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault
 from kvd.policies import Admission, LifeTable, Request, make_admission
-from kvd.tiers.disk import Corrupt, TierError, aligned_memory
+from kvd.tiers.disk import Corrupt, TierError, TierFailed, aligned_memory
 from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
 from kvd.types import Tenant
@@ -56,8 +56,8 @@ PROMOTIONS_MAX = 16
 """Reading at once; more wait their turn."""
 WAKE_S = 0.1
 """Longest sleep of the mover while there may be something to do."""
-HEADROOM_BYTES = 1 << 20
-"""Of a region, for headers and the padding of a chunk's objects."""
+UNREADABLE_S = 5.0
+"""For how long nothing cold is offered after a read that the disk failed."""
 STAY_STEP = 0.25
 """Of a new sample in the mean time that a region's chunks stay."""
 REMEMBERED = 1 << 16
@@ -85,6 +85,9 @@ class ColdTier:
         self._stored: dict[Space, StoredSpace] = {}
         self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
         self._admissions: dict[Tenant, Admission[bytes]] = {}
+        self._unreadable_until_ns = 0
+        self._closing = False
+        self._reclaiming = False
         self._born: dict[int, int] = {}
         self._lowers: dict[Tenant, LifeTable[bytes]] = {}
         self._broken: list[tuple[bytes, bytes, int]] = []
@@ -155,7 +158,9 @@ class ColdTier:
         while True:
             self._look_at_health()
             if self.store.state == "open":
-                await self._reclaim_if_needed()
+                if self._short_of_regions() and not self._reclaiming:
+                    self._reclaiming = True
+                    group.create_task(self._reclaim())
                 self._demote_some(group)
             try:
                 async with asyncio.timeout(WAKE_S):
@@ -187,6 +192,7 @@ class ColdTier:
 
     async def close(self) -> None:
         """Close the store, marked clean; wait for the threads."""
+        self._closing = True
         self._catalog.cold_readable = False
         self._catalog.eviction.demoting = False
         maybe_fault("close.before")
@@ -202,7 +208,8 @@ class ColdTier:
     def _look_at_health(self) -> None:
         """Let the catalog rely on the tier as far as its state allows."""
         state, eviction = self.store.state, self._catalog.eviction
-        self._catalog.cold_readable = not state.startswith("closed")
+        failed_lately = self._now_ns() < self._unreadable_until_ns
+        self._catalog.cold_readable = not (failed_lately or self._closing)
         if state == "open" and not eviction.demoting:
             eviction.begin_demoting(
                 chunk for space in self._catalog.spaces.values() for chunk in space.chunks.values()
@@ -223,13 +230,13 @@ class ColdTier:
                 tenant in eviction.pressed
                 or eviction.dirty_bytes[tenant] > self._knobs.dirty_share * share
             )
-            idle = self._knobs.write_behind and not self._promotions
+            behind = self._knobs.write_behind and self._knobs.admission == "all"
+            idle = behind and not self._promotions
             while (short or idle or self._flushing) and self._demotions < DEMOTIONS_MAX:
                 chunk = eviction.demotable(tenant) if self.store.writable else None
                 if chunk is None:
                     break
-                fits = chunk.size_bytes <= self.store.config.region_bytes - HEADROOM_BYTES
-                if not fits or not self._admits(chunk):
+                if not self._admits(chunk):
                     self._catalog.counters.chunks_not_admitted += 1
                     self._catalog.reject(chunk)
                     continue
@@ -259,6 +266,10 @@ class ColdTier:
             cold = (ref, mask | kept, lossy)
             self._born.setdefault(ref.region, self._now_ns())
             self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
+        except ValueError as error:  # larger than a region, whatever its objects became
+            self._catalog.counters.chunks_not_admitted += 1
+            _LOG.limited("demotion refused", why=str(error))
+            self._catalog.reject(chunk)
         except TierError as error:
             self._catalog.counters.demotions_failed += 1
             _LOG.limited("demotion failed", why=str(error))
@@ -274,7 +285,7 @@ class ColdTier:
 
     def _admits(self, chunk: Chunk) -> bool:
         """Whether a chunk is worth a write; what hangs below a written one always is not lost."""
-        if any(child.cold is not None for child in chunk.children()):
+        if any(child.cold is not None or child.moves for child in chunk.children()):
             return True
         return self._admission(chunk.space.tenant).admits(chunk.hash)
 
@@ -359,7 +370,7 @@ class ColdTier:
         self._promotions[chunk] = [done]
         self.queued_bytes += chunk.cold[2]
         assert self._group is not None
-        self._group.create_task(self._promote(chunk, slots, Ref(*chunk.cold)))
+        self._group.create_task(self._promote(chunk, slots, chunk.cold[2]))
         return True
 
     def leave(self, chunk: Chunk, done: Done) -> None:
@@ -373,13 +384,13 @@ class ColdTier:
         latency_s = self.read_rate.seconds
         return Rates(0.0, self.store.reading.rate, latency_s, self.queued_bytes)
 
-    async def _promote(self, chunk: Chunk, slots: list[Slot], ref: Ref) -> None:
-        read = False
+    async def _promote(self, chunk: Chunk, slots: list[Slot], queued_bytes: int) -> None:
+        read, ref = False, None
         loop = asyncio.get_running_loop()
         try:
             async with self._turn:
-                if self._promotions[chunk]:
-                    start = loop.time()
+                if self._promotions[chunk] and chunk.cold is not None:
+                    start, ref = loop.time(), Ref(*chunk.cold)  # it may have moved meanwhile
                     maybe_fault("promote.before_read")
                     await self._read(chunk, slots, ref)
                     maybe_fault("promote.after_read")
@@ -388,18 +399,20 @@ class ColdTier:
         except (Corrupt, codec.CorruptFrame, codec.CodecMissing) as error:
             self._catalog.counters.promotions_failed += 1
             _LOG.limited("cold copy refused", why=str(error))
-            if not isinstance(error, codec.CodecMissing):
+            if ref is not None and not isinstance(error, codec.CodecMissing):
                 await self._forget(chunk, ref)
         except TierError as error:
             self._catalog.counters.promotions_failed += 1
             _LOG.limited("promotion failed", why=str(error))
+            if isinstance(error, TierFailed):
+                self._unreadable_until_ns = self._now_ns() + int(UNREADABLE_S * 1e9)
         finally:
-            self.queued_bytes -= ref.length_bytes
+            self.queued_bytes -= queued_bytes
             waiters = self._promotions.pop(chunk)
             self._catalog.end_promotion(chunk, slots, read=read)
             maybe_fault("promote.after_end")
             if read:
-                self._catalog.counters.count_promotion(chunk.size_bytes, ref.length_bytes)
+                self._catalog.counters.count_promotion(chunk.size_bytes, queued_bytes)
             for done in waiters:
                 done(read)
 
@@ -439,14 +452,20 @@ class ColdTier:
 
     # ---------------------------------------------------------------- room below
 
-    async def _reclaim_if_needed(self) -> None:
-        """Free a region when none is left; what was asked for since it was written is rewritten."""
-        if self.store.free_regions > self.store.config.spare_regions:
-            return
-        victims = self.store.reclaim_candidates()
-        if not victims:
-            return
-        region = victims[0].region
+    def _short_of_regions(self) -> bool:
+        return self.store.free_regions <= self.store.config.spare_regions
+
+    async def _reclaim(self) -> None:
+        """Free the oldest region; what was asked for since it was written is rewritten."""
+        try:
+            victims = self.store.reclaim_candidates()
+            if victims:
+                await self._reclaim_region(victims[0].region)
+        finally:
+            self._reclaiming = False
+            self.wake()
+
+    async def _reclaim_region(self, region: int) -> None:
         try:
             for key in await self.store.live_keys(region):
                 chunk = self._find(key.space_key, key.chunk)
@@ -467,6 +486,7 @@ class ColdTier:
             maybe_fault("reclaim.after_drop")
         except TierError as error:
             _LOG.limited("reclaim failed", why=str(error))
+            await asyncio.sleep(RETRY_S)
 
     def _stayed(self, region: int) -> None:
         """Learn how long a region's chunks stay, for `predicted`."""

@@ -78,12 +78,17 @@ def read(table: Table, state_dir: str) -> NvmeKnobs:
     )
 
 
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 def dump(knobs: NvmeKnobs) -> list[str]:
     """Return the table's lines."""
     return [
         "[nvme]",
         f'bytes = "{format_size(knobs.size_bytes)}"',
-        f'directory = "{knobs.directory}"',
+        f"directory = {_quoted(knobs.directory)}",
         f'region_bytes = "{format_size(knobs.region_bytes)}"',
         f'form = "{knobs.form}"',
         f"threads = {knobs.threads}",

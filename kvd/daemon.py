@@ -229,6 +229,7 @@ class Daemon:
             lock.release()
 
     async def _serve(self) -> None:
+        opened = False
         self.tier.start()
         page = StatPage.create(stat_page_name(self.config.socket))
         try:
@@ -237,6 +238,7 @@ class Daemon:
                 self.loop.add_signal_handler(number, self._stop.set)
             if self.cold is not None:
                 self.cold.open()
+                opened = True
             await self._wait_for_memory()
             maybe_fault("open.before_ready")
             self.loop.add_reader(self.listener, self._accept)
@@ -255,9 +257,11 @@ class Daemon:
                     mover.cancel()
                     _LOG.info("flushed", bytes_left=left)
                 ticker.cancel()
+                if self._bug is not None:
+                    raise self._bug
         finally:
             page.close()
-            if self.cold is not None:
+            if opened and self.cold is not None:
                 await self.cold.close()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ALIGN_BYTES = 4096
 """Places begin and end at pages, so that O_DIRECT and DMA can use them."""
+SIZES_MAX = 64
+"""Masks whose bytes a space remembers."""
 
 
 def stride_of(size_bytes: int) -> int:
@@ -163,6 +165,7 @@ class Space:
     """
 
     __slots__ = (
+        "_sizes",
         "chunks",
         "full_mask",
         "gate",
@@ -198,6 +201,18 @@ class Space:
         self.sessions = 0
         self.lossy = False
         self.gate = Gate()
+        self._sizes: dict[int, int] = {}
+
+    def bytes_of(self, mask: int) -> int:
+        """Return the bytes of a chunk's objects of some columns; asked for thousands at a time."""
+        size_bytes = self._sizes.get(mask)
+        if size_bytes is None:
+            columns = [column for column in range(mask.bit_length()) if mask >> column & 1]
+            groups = self.layout.groups
+            size_bytes = sum(groups[self.layout.group_of(c)].object_bytes for c in columns)
+            if len(self._sizes) < SIZES_MAX:
+                self._sizes[mask] = size_bytes
+        return size_bytes
 
 
 class Chunk:
@@ -343,13 +358,7 @@ class Chunk:
         """Bytes of its objects in host slots once all that is known of it is there."""
         if self.ready:
             return self.size_bytes
-        layout = self.space.layout
-        missing = self.cold_mask & ~self.mask
-        return self.size_bytes + sum(
-            layout.groups[layout.group_of(column)].object_bytes
-            for column in range(missing.bit_length())
-            if missing >> column & 1
-        )
+        return self.size_bytes + self.space.bytes_of(self.cold_mask & ~self.mask)
 
     @property
     def clean(self) -> bool:

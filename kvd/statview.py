@@ -224,22 +224,23 @@ def _nvme(nvme: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _moves(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Say what went down and up, before and after its cold form."""
+    """Say what went down and up, before and after its cold form, and what that cost the flash."""
     count, size = _getters(counters)
     down = (
         f"{size('bytes_demoted')} in {count('demotions')} chunks, as {size('bytes_written')}"
-        f" on disk; {count('demotions_failed')} failed,"
-        f" {size('bytes_rewritten')} rewritten, {size('bytes_cold_dropped')} given up"
+        f" on disk; {count('demotions_failed')} failed"
     )
     yield "demoted", down
+    up = (
+        f"{size('bytes_promoted')} in {count('promotions')} chunks, from {size('bytes_read')}"
+        f" on disk; {count('promotions_failed')} failed"
+    )
+    yield "promoted", up
     written = _number(counters, "bytes_written") + _number(counters, "bytes_rewritten")
     read = _number(counters, "bytes_read")
     wear = f"{written / read:.2f} bytes written for each one read" if read else "nothing read yet"
-    up = (
-        f"{size('bytes_promoted')} in {count('promotions')} chunks, from {size('bytes_read')}"
-        f" on disk; {count('promotions_failed')} failed; {wear}"
-    )
-    yield "promoted", up
+    kept = f"{size('bytes_rewritten')} rewritten, {size('bytes_cold_dropped')} given up for room"
+    yield "wear", f"{wear}; {kept}"
 
 
 def _bar(tier: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A cold tier over a store and memory of the test's own: nothing moves but when the test says so."""
+"""A cold tier over a store and memory of the test's own: what moves, the test has asked for."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stamp(key: bytes, column: int, size_bytes: int) -> bytes:
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
     """Let the loop run until something holds."""
     async with asyncio.timeout(limit_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - a test
             await asyncio.sleep(0.001)
 
 
@@ -225,7 +225,11 @@ class World:
         self.limits = limits
         self.memory = Memory(slabs)
         self.store = store or FakeStore()
-        fields = {"size_bytes": 64 << 20, "directory": "nowhere", "form": "raw"} | knobs
+        fields: dict[str, Any] = {
+            "size_bytes": 64 << 20,
+            "directory": "nowhere",
+            "form": "raw",
+        } | knobs
         host, below = cast("HostTier", self.memory), cast("NvmeStore", self.store)
         self.cold = ColdTier(self.catalog, host, below, NvmeKnobs(**fields))
         self.cold.open()
@@ -266,16 +270,18 @@ class World:
         return len(granted)
 
     def put_cold(
-        self, hashes: Sequence[bytes], layout: Layout = PLAIN, *, hint: int = 0, parent: bytes = ROOT
+        self,
+        hashes: Sequence[bytes],
+        layout: Layout = PLAIN,
+        *,
+        hint: int = 0,
     ) -> list[Ref]:
         """Put a chain into the store itself, as an earlier daemon did; for the next world."""
         fields = msgpack.packb(layout.fields(), use_bin_type=True)
         space = StoredSpace(TENANT, ROOT, layout.id, "label", fields)
-        refs = []
+        refs, parent = [], ROOT
         for key in hashes:
-            parts = [
-                Part(c, FORM_RAW, PAGE, stamp(key, c, PAGE)) for c in range(layout.columns)
-            ]
+            parts = [Part(c, FORM_RAW, PAGE, stamp(key, c, PAGE)) for c in range(layout.columns)]
             refs.append(self.store.put(Bundle(space, key, parent, parts, hint)))
             parent = key
         return refs

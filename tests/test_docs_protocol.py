@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+import kvd_client
 from kvd import config, statpage
 from kvd.metrics import Counters
 from kvd_client import identity, ring, wire
 from kvd_client.paths import stat_page_name
+from tests.daemon_fixture import namespace, small_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from bench._daemon import DaemonProcess
 
@@ -32,6 +34,8 @@ PROTOCOL: Final = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 OPERATIONS: Final = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 ARCHITECTURE: Final = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
+NAMING: Final = [f"docs/{name}.md" for name in ("architecture", "operations", "protocol", "states")]
+BASES: Final = (ROOT, ROOT / "kvd", ROOT / "client", ROOT / "client/kvd_client")
 PAGES: Final = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 TABLES: Final[dict[str, wire.Table]] = {
@@ -148,7 +152,7 @@ def test_every_configuration_key_is_documented() -> None:
         f"[{table}] {key}" if table else key
         for table, keys in config._KNOWN.items()
         for key in keys
-        if key not in {"host", "tenants", "limits"}
+        if key not in {"host", "nvme", "tenants", "limits"}
     }
     said = {row[0]: row[1] for row in rows(part)}
     assert set(said) == true
@@ -174,12 +178,21 @@ def leaves(stats: Any) -> Iterator[str]:
         yield from leaves(value)
 
 
-def test_every_statistics_field_is_documented(daemon: DaemonProcess, connect: Any) -> None:
-    """What a real daemon with a session says is explained, field by field."""
-    connect()
+def test_every_statistics_field_is_documented(
+    make_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    """What a real daemon with a session and both tiers says is explained, field by field."""
+    path = tmp_path / "kvd.toml"
+    path.write_text('[nvme]\nbytes = "16MiB"\nregion_bytes = "4MiB"\n', encoding="utf-8")
+    daemon = make_daemon(arguments=["--config", str(path)])
+    daemon.start()
     stats: dict[str, Any] = {}
-    while not stats.get("sessions") or not stats.get("spaces"):
-        stats = statpage.read(stat_page_name(daemon.socket)).stats
+    with kvd_client.connect(
+        daemon.socket, namespace=namespace(), layout=small_layout(), required=True
+    ):
+        while not stats.get("sessions") or not stats.get("spaces"):
+            stats = statpage.read(stat_page_name(daemon.socket)).stats
+    assert stats["nvme"]
     words = named(sections(OPERATIONS, 2)["Statistics"])
     assert not set(leaves(stats)) - words
 
@@ -226,6 +239,26 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
     gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not gone
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "README.md", "SECURITY.md", *NAMING])
+def test_files_that_are_named_exist(name: str) -> None:
+    """A path in code marks is one of the tree, of the daemon's package or of the client's."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    paths = {
+        word for word in named(text) if re.fullmatch(r"[\w.-]+(/[\w.-]+)*(\.(py|md|toml)|/)", word)
+    }
+    gone = {path for path in paths if not any((base / path).exists() for base in BASES)}
+    assert not gone - {"regions/"}
+
+
+def test_every_bench_has_a_table() -> None:
+    """docs/benchmarks.md has a section a bench, with the same columns in each."""
+    parts = sections((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8"), 2)
+    benches = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("[a-z]*.py")}
+    assert benches <= set(parts)
+    head = "| figure | target | reached | machine | commit |"
+    assert all(part.count(head) == 1 for part in parts.values())
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/adr").glob("*.md")), ids=lambda p: p.name)

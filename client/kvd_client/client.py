@@ -124,7 +124,8 @@ class Client:
         """Tell how long computing so many tokens took: what loading has to beat."""
         micros = _milliseconds("seconds", seconds * 1e3)
         if tokens > 0 and micros:
-            self._link.begin(lambda r: wire.Prefill(r, tokens, micros), _status, Status.STALE)
+            count = min(tokens, (1 << 32) - 1)
+            self._link.begin(lambda r: wire.Prefill(r, count, micros), _status, Status.STALE)
 
     def begin_lookup(self, hashes: Sequence[bytes]) -> Ticket[Found]:
         """Begin `lookup`; wait for the ticket or poll."""
@@ -156,6 +157,7 @@ class Client:
             self._lease,
             Lease(self, None, first=first, chunks=first),
             undo=_undo_lease,
+            patient=True,
         )
 
     def acquire(

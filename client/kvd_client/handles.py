@@ -45,12 +45,19 @@ class Found(NamedTuple):
 class Ticket(Generic[T]):
     """A request under way. It ends exactly once: with the daemon's answer, or as a miss."""
 
-    __slots__ = ("_finish", "abandoned", "done", "request", "result", "undo")
+    __slots__ = ("_finish", "abandoned", "done", "patient", "request", "result", "undo")
 
     def __init__(
-        self, request: int, miss: T, finish: Callable[[Any], T], undo: Undo | None = None
+        self,
+        request: int,
+        miss: T,
+        finish: Callable[[Any], T],
+        undo: Undo | None = None,
+        *,
+        patient: bool = False,
     ) -> None:
-        """Hold the miss as result until `complete`."""
+        """Hold the miss as result until `complete`; a patient one may be answered late."""
+        self.patient = patient
         self.request = request
         self.result: T = miss
         self.done = False

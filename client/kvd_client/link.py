@@ -170,6 +170,7 @@ class Link:
         miss: T,
         *,
         undo: Undo | None = None,
+        patient: bool = False,
         always: bool = False,
     ) -> Ticket[T]:
         """Send a request; the ticket is done at once, as a miss, when that cannot be.
@@ -179,11 +180,12 @@ class Link:
             finish: Turns the reply into the result.
             miss: The result without a reply.
             undo: Builds what gives back a reply whose caller has left, if it brings anything.
+            patient: A late reply says nothing about the daemon: it may wait for a disk.
             always: It gives something back: send it to a stalled daemon too.
         """
         with self.lock:
             self._request += 1
-            ticket: Ticket[T] = Ticket(self._request, miss, finish, undo)
+            ticket: Ticket[T] = Ticket(self._request, miss, finish, undo, patient=patient)
             if self._stalled:
                 self.take()
             if not self.ready() or (self._stalled and not always):
@@ -255,4 +257,4 @@ class Link:
         if not ticket.done:
             ticket.abandoned = True
             ticket.miss()
-            self._stalled = True
+            self._stalled = not ticket.patient

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Final
 
 from kvd.demo.engine import STAGE, Result
+from kvd_client.paths import stat_page_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,17 +90,18 @@ def daemon(folder: Path, host_bytes: str = "1GiB", nvme_bytes: str = "0") -> Ite
 
 
 def _wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
+    """Wait until it serves: it listens before that, while it looks through its NVMe tier."""
+    from kvd import statpage
+
     deadline = time.monotonic() + READY_S
     while (code := process.poll()) is None:
+        with suppress(statpage.NoStatPage):
+            page = statpage.read(stat_page_name(str(path)))
+            if page.pid == process.pid and page.stats.get("state") == "serving":
+                return
         if time.monotonic() > deadline:
             raise StepFailed(_last(f"kvd serve does not answer after {READY_S:.0f} s", log))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return
+        time.sleep(0.02)
     raise StepFailed(_ended(code, log))
 
 
@@ -157,33 +158,32 @@ def prepare(stage: Callable[[str], None]) -> None:
 def _run(options: list[str], stage: Callable[[str], None]) -> str:
     environment = {**_ENGINE_ENVIRONMENT, **os.environ}
     command = [sys.executable, "-m", "kvd.demo.engine", *options]
-    process = subprocess.Popen(  # noqa: S603 - our own
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
     errors: deque[str] = deque(maxlen=ERROR_LINES)
 
-    def read_errors() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
+    def read_errors(stream: IO[str]) -> None:
+        for line in stream:
             if line.startswith(STAGE):
                 stage(line.removeprefix(STAGE).strip())
             else:
                 errors.append(line.rstrip())
 
-    reader = threading.Thread(target=read_errors, daemon=True)
-    timer = threading.Timer(ENGINE_S, process.kill)
-    reader.start()
-    timer.start()
-    try:
+    with subprocess.Popen(  # noqa: S603 - our own
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
-        output = process.stdout.read()
-        code = process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:  # an interrupt: leave nothing behind
-            process.kill()
-            process.wait()
-        reader.join(STOP_S)
+        assert process.stderr is not None
+        reader = threading.Thread(target=read_errors, args=(process.stderr,), daemon=True)
+        timer = threading.Timer(ENGINE_S, process.kill)
+        reader.start()
+        timer.start()
+        try:
+            output = process.stdout.read()
+            code = process.wait()
+        finally:
+            timer.cancel()
+            if process.poll() is None:  # an interrupt: leave nothing behind
+                process.kill()
+            reader.join(STOP_S)
     if code:
         raise StepFailed("\n".join(errors) or f"the engine ended with status {code}")
     return output

@@ -159,7 +159,9 @@ def file_mark(disk: Disk, path: Path) -> bytes:
 def lmdb_error(error: lmdb.Error) -> Exception:
     """Say what an LMDB error means for us."""
     if isinstance(error, lmdb.MapFullError):
-        return IndexFull("the index has no room left: raise [nvme] index_bytes")
+        return IndexFull(
+            "the index has no room left: raise [nvme] bytes, which sizes it at the next start"
+        )
     if isinstance(error, lmdb.DiskError) or type(error) is lmdb.Error:  # an errno: EIO, ENOSPC
         return IndexFailed(f"index: {error}")
     return IndexBroken(f"index: {error}")

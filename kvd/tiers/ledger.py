@@ -92,14 +92,15 @@ class Ledger:
         return count
 
     def candidates(self) -> list[Victim]:
-        """As NvmeStore.reclaim_candidates."""
+        """As NvmeStore.reclaim_candidates: what is empty, then what was begun longest ago."""
         held = [region for region in self._extents.held() if not region.writers]
         sealed = [region for region in held if region.state is RegionState.SEALED]
         victims = [
             Victim(r.id, r.live_bytes, r.live_count, r.tail_bytes - BLOCK - r.live_bytes)
             for r in sealed or held
         ]
-        return sorted(victims, key=lambda victim: (victim.live_bytes, victim.region))
+        born = {region.id: region.incarnation or 0 for region in held}
+        return sorted(victims, key=lambda v: (v.live_bytes > 0, born[v.region]))
 
     async def live_keys(self, use: Region) -> list[LiveKey]:
         """As NvmeStore.live_keys."""

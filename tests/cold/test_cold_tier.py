@@ -46,7 +46,7 @@ def wait_for(
 
 def durable(stats: dict[str, Any]) -> bool:
     """Tell whether something was stored, and nothing is the only copy."""
-    return stats["counters"]["objects_published"] > 0 and stats["nvme"]["dirty_bytes"] == 0
+    return bool(stats["counters"]["objects_published"] and not stats["nvme"]["dirty_bytes"])
 
 
 @pytest.fixture
@@ -175,6 +175,27 @@ def test_the_capacity_holds_and_the_newest_stay(
     assert client.lookup(chains[0]).chunks == 0
 
 
+def test_a_slow_acquire_does_not_stop_the_rest(
+    cold_daemon: Callable[..., DaemonProcess], connect_to: Callable[..., kvd_client.Client]
+) -> None:
+    """An acquire that outlasts its wait is a miss; look-ups go on at once, and it is given back."""
+    daemon = cold_daemon()
+    client = connect_to(daemon)
+    hashes = client.chunk_hashes(tokens(100))
+    store(client, hashes)
+    daemon.stop()
+    daemon.start()
+    client = connect_to(daemon)
+    assert not client.wait(client.begin_acquire(hashes), wait_s=0.0)
+    assert client.ping()
+    assert client.lookup(hashes).chunks == 100
+    deadline = time.monotonic() + 5
+    while stats(daemon)["host"]["pinned_bytes"]:
+        assert client.ping(), "the late lease is given back by whoever looks next"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_two_readers_wait_for_one_promotion(
     cold_daemon: Callable[..., DaemonProcess], connect_to: Callable[..., kvd_client.Client]
 ) -> None:
@@ -199,7 +220,7 @@ def test_two_readers_wait_for_one_promotion(
 def test_the_gate_says_what_is_worth_loading(
     cold_daemon: Callable[..., DaemonProcess], connect_to: Callable[..., kvd_client.Client]
 ) -> None:
-    """An engine that computes faster than the disk reads is offered nothing cold; a slow one all."""
+    """An engine faster than the disk is offered nothing cold; a slow one all."""
     daemon = cold_daemon()
     client = connect_to(daemon)
     hashes = client.chunk_hashes(tokens(100))
@@ -254,9 +275,6 @@ def test_second_touch_writes_what_was_asked_for_twice(
     client.lookup(twice[:1])
     client.lookup(twice)
     assert load(client, twice) == 20
-    wait_for(daemon, lambda s: durable(s) and s["counters"]["demotions"] > 0, 10)
-    page = stats(daemon)["counters"]
-    assert page["chunks_not_admitted"] >= 20, "each chain, when it had been asked for once"
     daemon.stop()
     daemon.start()
     client = connect_to(daemon)

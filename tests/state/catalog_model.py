@@ -2,7 +2,7 @@
 
 It knows chunks by their path in a tree, objects by (session's world, path, column), and the bytes
 of every place by the stamp that was last written there. It does not decide what is evicted: it is
-told what is left and says whether that may be.
+told what is left and says whether that may be. Of the tier below it knows what is durable there.
 """
 
 from __future__ import annotations
@@ -94,13 +94,17 @@ def path_of(chunk: Chunk) -> Path:
 
 
 def check_candidates(catalog: Catalog) -> None:
-    """Every chunk that may be evicted is a candidate with its present tick (P1)."""
+    """Every chunk that may be evicted, or demoted, is a candidate with its present tick (P1)."""
     for space in catalog.spaces.values():
         orders = catalog.eviction._of(space)
         heaps = [*orders.clean._heap, *orders.dirty._heap]
         entries = {(tick, chunk.hash) for tick, _, chunk in heaps}
         for chunk in space.chunks.values():
             assert not chunk.evictable or (chunk.tick, chunk.hash) in entries, "V1"
+            still = chunk.filling or chunk.moves or chunk.clean or chunk.unwanted
+            if catalog.eviction.demoting and chunk.mask and not still:
+                found = {(tick, each.hash) for tick, _, each in orders.demotable._heap}
+                assert (chunk.tick, chunk.hash) in found, "V1"
 
 
 @dataclass
@@ -140,11 +144,41 @@ class Member:
 
 
 @dataclass
+class Below:
+    """A chunk's copy in the tier below."""
+
+    place: tuple[int, int, int, int]
+    columns: frozenset[int]
+    lossy: bool
+
+    @property
+    def mask(self) -> int:
+        """Its columns as the catalog has them."""
+        return sum(1 << column for column in self.columns)
+
+
+@dataclass
+class Move:
+    """A chunk on its way: down with what its slots hold, or up into slots of its own."""
+
+    node: tuple[World, Path]
+    spots: dict[Key, Spot]
+    lossy: bool
+    up: bool
+
+
+@dataclass
 class Model:
     """All of it."""
 
     published: dict[Key, Spot] = field(default_factory=dict)
     filling: dict[int, Filling] = field(default_factory=dict)
+    below: dict[tuple[World, Path], Below] = field(default_factory=dict)
+    moves: list[Move] = field(default_factory=list)
+    lossy: set[Key] = field(default_factory=set)
+    unwanted: set[tuple[World, Path]] = field(default_factory=set)
+    readable: bool = False
+    demoting: bool = False
     holds: dict[int, Hold] = field(default_factory=dict)
     pins: dict[tuple[World, Path], list[int]] = field(default_factory=dict)
     """Chunk to (count, bytes charged at the first)."""
@@ -158,19 +192,69 @@ class Model:
         """Bytes published of a chunk."""
         return sum(s.size for k, s in self.published.items() if k[:2] == (world, path))
 
+    def weight(self, world: World, path: Path) -> int:
+        """Bytes of a chunk in host slots once all of it is there."""
+        layout = LAYOUTS[world.layout]
+        missing = {key.column for key in self.known(world, path)} - self.columns(world, path)
+        sizes = [layout.groups[layout.group_of(column)].object_bytes for column in missing]
+        return self.size(world, path) + sum(sizes)
+
+    def columns(self, world: World, path: Path) -> set[int]:
+        """Columns of a chunk in host slots."""
+        return {key.column for key in self.published if key[:2] == (world, path)}
+
+    def known(self, world: World, path: Path) -> set[Key]:
+        """Objects of a chunk in either tier."""
+        below = self.below.get((world, path))
+        columns = self.columns(world, path) | set(below.columns if below else ())
+        return {Key(world, path, column) for column in columns}
+
+    def clean(self, world: World, path: Path) -> bool:
+        """Whether nothing is lost, or nothing that is wanted, when a chunk's host slots go."""
+        below = self.below.get((world, path))
+        covered = self.columns(world, path) <= (below.columns if below else frozenset())
+        return covered or (world, path) in self.unwanted
+
+    def dirty_bytes(self, tenant: Tenant) -> int:
+        """Bytes of a tenant that are the only copy, and wanted below."""
+        nodes = {key[:2] for key in self.published if key.world.tenant == tenant}
+        return sum(self.size(*node) for node in nodes if not self.clean(*node))
+
+    def busy(self) -> set[Key]:
+        """Objects that are being filled, by a session or from below."""
+        rising = {key for move in self.moves if move.up for key in move.spots}
+        return rising | {f.key for f in self.filling.values() if not f.quarantined}
+
+    def still(self) -> set[tuple[World, Path]]:
+        """Chunks that stay where they are: held, filled or moved."""
+        moved = {move.node for move in self.moves}
+        return moved | self.pins.keys() | {key[:2] for key in self.busy()}
+
+    def warm(self, world: World) -> set[Path]:
+        """Paths of chunks with something in host slots."""
+        return {key.path for key in self.published.keys() | self.busy() if key.world == world}
+
     def nodes(self, world: World) -> set[Path]:
         """Paths that must be in the tree: what has objects, writers or pins, and all above."""
-        alive = {key.path for key in self.published if key.world == world}
-        alive |= {
-            f.key.path for f in self.filling.values() if f.key.world == world and not f.quarantined
-        }
-        alive |= {path for held, path in self.pins if held == world}
+        alive = self.warm(world)
+        alive |= {path for held, path in [*self.still(), *self.below] if held == world}
         return {path[:depth] for path in alive for depth in range(1, len(path) + 1)}
 
-    def legal(self, world: World, path: Path) -> bool:
-        """Tell whether all of a path may be read, from the words of the design."""
-        has = self.published.keys()
-        for depth in range(len(path)):
+    def legal(self, world: World, path: Path, *, first: int = 0, warm: bool = False) -> bool:
+        """Tell whether all of a path may be read, from the words of the design.
+
+        Args:
+            world: Where.
+            path: Which.
+            first: Chunks at its head that the reader has.
+            warm: Only what is in host slots counts.
+        """
+        has = set(self.published)
+        if self.readable and not warm:
+            has = {
+                key for depth in range(len(path)) for key in self.known(world, path[: depth + 1])
+            }
+        for depth in range(first, len(path)):
             columns = list(FULL_COLUMNS[world.layout])
             if depth >= len(path) - WINDOW_CHUNKS:
                 columns += SLIDING_COLUMNS[world.layout]
@@ -187,7 +271,7 @@ class Model:
         best = 0
         for length in range(len(path) + 1):
             cost = sum(
-                self.size(world, path[: depth + 1])
+                self.weight(world, path[: depth + 1])
                 for depth in range(first, length)
                 if (world, path[: depth + 1]) not in self.pins
             )
@@ -200,8 +284,9 @@ class Model:
     def pin(self, world: World, paths: list[Path]) -> None:
         """Hold chunks; the first hold of each is charged."""
         for path in paths:
-            entry = self.pins.setdefault((world, path), [0, self.size(world, path)])
+            entry = self.pins.setdefault((world, path), [0, self.weight(world, path)])
             entry[0] += 1
+            self.unwanted.discard((world, path))
 
     def unpin(self, world: World, paths: list[Path]) -> None:
         """Let chunks go."""
@@ -222,18 +307,25 @@ class Model:
 
     def filling_bytes(self, tenant: Tenant) -> int:
         """Bytes a tenant is charged for what it fills, or may still be writing."""
-        return sum(f.spot.size for f in self.filling.values() if f.key.world.tenant == tenant)
+        spots = [(f.key, f.spot) for f in self.filling.values()]
+        spots += [item for move in self.moves if move.up for item in move.spots.items()]
+        return sum(spot.size for key, spot in spots if key.world.tenant == tenant)
 
     # ---- slots
 
-    def grant(self, owner: int, key: Key, spot: Spot, deadline: int) -> None:
-        """Take in a reservation: its bytes are nobody else's and its generation is new."""
+    def take(self, key: Key, spot: Spot) -> None:
+        """A slot is given out: its bytes are nobody else's and its generation is new."""
         others = [*self.published.values(), *(f.spot for f in self.filling.values())]
+        others += [other for move in self.moves for other in move.spots.values()]
         assert key not in self.published, "a slot for what is there"
         assert not [other for other in others if other.overlaps(spot)], "a place in use"
         assert spot.generation > max([*self.ended, *self.filling, 0]), "a generation used before"
         assert spot.offset % PAGE == 0
         assert spot.offset + spot.size <= SLAB_BYTES
+
+    def grant(self, owner: int, key: Key, spot: Spot, deadline: int) -> None:
+        """Take in a reservation."""
+        self.take(key, spot)
         self.filling[spot.generation] = Filling(owner, key, spot, deadline)
 
     def write(self, generation: int, *, right: bool) -> None:
@@ -251,16 +343,23 @@ class Model:
         """Take in what is left after making room for a tenant; whole unpinned chunks may go."""
         gone = self.published.keys() - left
         assert left <= self.published.keys(), "an object that nobody published"
-        filled = {(f.key.world, f.key.path) for f in self.filling.values() if not f.quarantined}
-        for key in gone:
-            assert key.world.tenant == tenant, "another tenant's object"
-            assert (key.world, key.path) not in self.pins, "a pinned chunk"
-            assert (key.world, key.path) not in filled, "a chunk that is being filled"
-            del self.published[key]
+        still = self.still()
+        for node in {key[:2] for key in gone}:
+            assert node[0].tenant == tenant, "another tenant's object"
+            assert node not in still, "a chunk that is held, filled or moved"
+            assert self.clean(*node) or not self.demoting, "a dirty chunk, and it could be saved"
+        self.remove(gone)
         assert not {k[:2] for k in gone} & {k[:2] for k in self.published}, "half a chunk"
         for world, path, _ in gone:
-            below = [p for p in self.nodes(world) if p[: len(path)] == path]
-            assert not below, "a chunk went before what depends on it"
+            after = [p for p in self.warm(world) if p[: len(path)] == path]
+            assert not after, "a chunk went before what depends on it"
+
+    def remove(self, gone: set[Key]) -> None:
+        """Objects leave their host slots."""
+        self.lossy -= gone
+        self.unwanted -= {key[:2] for key in gone}
+        for key in gone:
+            del self.published[key]
 
     def check_bytes(self) -> None:
         """Every findable object, and every place a reader was told, holds exactly its stamp."""
@@ -269,3 +368,6 @@ class Model:
         for hold in self.holds.values():
             for key, spot in hold.told:
                 assert self.contents[spot.slab, spot.offset] == key, "bytes changed under a reader"
+        for move in self.moves:
+            for key, spot in move.spots.items():
+                assert move.up or self.contents[spot.slab, spot.offset] == key, "under a demotion"

@@ -214,7 +214,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert [record[:2] for record in records] == wanted
         granted: list[tuple[Key, Spot]] = []
         limit = Status.ORPHAN if depth and path[:depth] not in nodes else Status.OK
-        busy = {f.key for f in model.filling.values() if not f.quarantined}
+        busy = model.busy()
         exists = set()
         charged = model.filling_bytes(world.tenant)
         for index, group, status, *spot in records:
@@ -438,16 +438,14 @@ class CatalogMachine(RuleBasedStateMachine):
     def evict(self, pick: int) -> None:
         """An operator drops a chunk that nobody holds or fills, wherever it is in the tree."""
         found = sorted({key[:2] for key in self.model.published})
-        filled = {f.key[:2] for f in self.model.filling.values() if not f.quarantined}
-        idle = [one for one in found if one not in self.model.pins and one not in filled]
+        idle = [one for one in found if one not in self.model.still()]
         if not idle:
             return
         world, path = idle[pick % len(idle)]
         chunk = self.chunk(world, path)
         assert chunk is not None
         self.catalog.evict(chunk, "operator")
-        for key in [key for key in self.model.published if key[:2] == (world, path)]:
-            del self.model.published[key]
+        self.model.remove({key for key in self.model.published if key[:2] == (world, path)})
 
     @rule(tenant=st.sampled_from(sorted(SHARES)), name=st.sampled_from(sorted(LAYOUTS)), path=paths)
     def store_newest(self, tenant: Tenant, name: str, path: Path) -> None:
@@ -479,6 +477,7 @@ class CatalogMachine(RuleBasedStateMachine):
             used = self.quota.used
             assert used(tenant, Resource.PINNED_BYTES) == model.pinned_bytes(tenant)
             assert used(tenant, Resource.FILLING_BYTES) == model.filling_bytes(tenant)
+            assert self.catalog.eviction.dirty_bytes[tenant] == model.dirty_bytes(tenant)
         assert {lease.id for lease in self.book.all()} == model.holds.keys()
         assert self.book.overdue_count() == sum(not h.active for h in model.holds.values())
         model.check_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -63,7 +64,9 @@ def _replace(monkeypatch: pytest.MonkeyPatch, name: str, module: types.ModuleTyp
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["stat"], ["version"]], ids=lambda c: " ".join(c) or "kvd"
+    "command",
+    [[], ["serve"], ["stat"], ["check"], ["replay"], ["demo"], ["version"]],
+    ids=lambda c: " ".join(c) or "kvd",
 )
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Every command's help has an example, its exit codes, and fits a terminal."""
@@ -75,6 +78,35 @@ def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[s
     assert "exit code" in out
     assert f"kvd {' '.join(command)}".strip() in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_other_commands_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`replay` and `check` reach their modules, and their errors are a line like any other."""
+    trace = tmp_path / "trace.jsonl"
+    row = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}'
+    trace.write_text(f"{row}\n" * 3)
+    assert cli.main(["replay", str(trace), "--capacity", "9"]) == 0
+    assert "lifetable" in capsys.readouterr().out
+    assert cli.main(["replay", str(tmp_path / "no"), "--capacity", "9"]) == 2
+    assert cli.main(["check", str(tmp_path)]) == 2
+    assert "there is no NVMe store in" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command whose libraries are not installed says what to install; a bug stays a bug."""
+
+    def lack(name: str) -> object:
+        raise ModuleNotFoundError(name=missing)
+
+    monkeypatch.setattr(importlib, "import_module", lack)
+    missing = "lmdb"
+    assert cli.main(["check", "/tmp"]) == 2
+    assert "needs lmdb, which is not installed: pip install" in capsys.readouterr().err
+    missing = "kvd.misspelt"
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["check", "/tmp"])
 
 
 @pytest.mark.parametrize(
@@ -255,4 +287,5 @@ def test_stat_stays_light(page: str) -> None:
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "kvd.statview" in loaded
     heavy = {"asyncio", "numpy", "torch", "rich", "json", "tomllib", "kvd.config", "kvd.daemon"}
+    heavy |= {"kvd.check", "kvd.replay_cli", "kvd.demo", "lmdb"}
     assert not loaded.intersection(heavy)

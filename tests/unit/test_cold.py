@@ -384,7 +384,7 @@ def test_an_object_of_another_size_is_refused(stored_bytes: int) -> None:
         waiter = Waiter(world, chunk)
         await until(lambda: bool(waiter.heard))
         assert waiter.heard == [False]
-        assert chunk.cold is None
+        assert not chunk.cold_mask
         waiter.leave()
 
     play_again(scene)
@@ -640,5 +640,3 @@ def test_a_restart_leaves_out_whom_it_does_not_know() -> None:
         assert set(second.store.index) == {(key, name) for name in NAMES}
 
     asyncio.run(main())
-
-

@@ -75,8 +75,11 @@ STATS: dict[str, Any] = {
             "layout": "32x8x128",
             "chunks": 99,
             "sessions": 1,
+            "prefill_tokens_s": 5120,
+            "gate": "2048 tokens: compute 400.0 ms, load 31.5 ms",
         }
     ],
+    "nvme": None,
     "chunks": 99,
     "leases": 2,
     "leases_overdue": 0,
@@ -84,11 +87,56 @@ STATS: dict[str, Any] = {
         "lookups": 1234,
         "lookup_chunks_asked": 8000,
         "lookup_chunks_found": 7000,
+        "lookup_chunks_worth": 6500,
         "evictions": {"cold": 12, "quota": 3},
         "bytes_evicted": 30 * MIB,
         "messages": 56789,
     },
 }
+
+
+NVME: dict[str, Any] = {
+    "state": "open",
+    "capacity_bytes": 2048 * MIB,
+    "used_bytes": 512 * MIB,
+    "live_bytes": 500 * MIB,
+    "garbage_bytes": 12 * MIB,
+    "live_count": 777,
+    "regions_held": 2,
+    "regions_free": 6,
+    "direct": True,
+    "reads_queued": 3,
+    "writes_queued": 2,
+    "index_queued": 1,
+    "read_bytes_per_s": 900 * MIB,
+    "write_bytes_per_s": 40 * MIB,
+    "index_commits": 5,
+    "index_jobs": 9,
+    "counters": {"writes": 777},
+    "dirty_bytes": 7 * MIB,
+    "demoting": True,
+    "form": "fp8",
+    "note": "",
+}
+MOVES: dict[str, Any] = {
+    "demotions": 800,
+    "demotions_failed": 4,
+    "bytes_demoted": 1024 * MIB,
+    "bytes_written": 500 * MIB,
+    "bytes_rewritten": 100 * MIB,
+    "promotions": 90,
+    "promotions_failed": 6,
+    "bytes_promoted": 800 * MIB,
+    "bytes_read": 400 * MIB,
+    "cold_drops": 8,
+    "bytes_cold_dropped": 9 * MIB,
+}
+
+
+def with_nvme(**changes: Any) -> dict[str, Any]:
+    """The page of a daemon that has an NVMe tier."""
+    counters = {**STATS["counters"], **MOVES}
+    return {**STATS, "counters": counters, "nvme": {**NVME, **changes}}
 
 
 def snapshot(stats: dict[str, Any], **changes: Any) -> Snapshot:
@@ -123,6 +171,46 @@ def test_shows_what_matters() -> None:
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
     assert "so far" not in text.split("sessions")[0]
+
+
+def test_shows_the_nvme_tier() -> None:
+    """Fill, form, queues, rates, moves, what they cost the flash, and the gate are there."""
+    text = statview.render(snapshot(with_nvme()))
+    for part in (
+        "nvme      [#####...............] 25 %, 512 MiB of 2.00 GiB; open, form fp8, direct I/O",
+        "live 500 MiB in 777 chunks, garbage 12.0 MiB; still to write 7.00 MiB",
+        "queued 3 reads, 2 writes, 1 commits; reading 900 MiB/s, writing 40.0 MiB/s",
+        "7,000 found worth loading",
+        "demoted   1.00 GiB in 800 chunks, as 500 MiB on disk; 4 failed",
+        "promoted  800 MiB in 90 chunks, from 400 MiB on disk; 6 failed",
+        "wear      1.50 bytes written for each one read; 100 MiB rewritten, 9.00 MiB given up",
+        "model@main     5,120  2048 tokens: compute 400.0 ms, load 31.5 ms",
+    ):
+        assert part in text
+    assert "note: NVMe" not in text
+    assert text.count("\n") + 1 <= 40
+    assert max(map(len, text.splitlines())) <= 95
+    plain = statview.render(snapshot(STATS))
+    for word in ("nvme", "demoted", "promoted", "worth", "LOAD OR COMPUTE"):
+        assert word not in plain
+
+
+def test_says_when_the_nvme_tier_is_not_well() -> None:
+    """A slow or closed tier, or one that cannot write its form, is noted above the figures."""
+    for state in ("slow", "closed: No space left on device"):
+        text = statview.render(snapshot(with_nvme(state=state)))
+        assert f"note: NVMe takes nothing in: it is {state}" in text.split("[#")[0]
+    text = statview.render(snapshot(with_nvme(note="form fp8 needs numba: writing raw")))
+    assert "note: form fp8 needs numba: writing raw" in text.split("[#")[0]
+    assert "through the page cache" in statview.render(snapshot(with_nvme(direct=False)))
+
+
+def test_filling_is_one_thing() -> None:
+    """The host's "filling" and a tenant's are the same sum: reserved and quarantined."""
+    text = statview.render(snapshot(STATS))
+    assert "filling 56.0 MiB (6.00 MiB of it quarantined)" in text
+    line = next(line for line in text.splitlines() if line.startswith("default"))
+    assert line.endswith("56.0 MiB")
 
 
 def test_colours_change_nothing_else() -> None:
@@ -191,8 +279,9 @@ _ANY = st.recursive(
 @given(st.data())
 def test_any_field_may_be_missing_or_odd(data: st.DataObject) -> None:
     """A page of an older or newer daemon, with fields gone or of another type, is still shown."""
-    stats = json.loads(json.dumps(STATS))
+    stats = json.loads(json.dumps(with_nvme()))
     places = [stats, stats["host"], stats["counters"], stats["sessions"][0], stats["tenants"][0]]
+    places += [stats["nvme"], stats["spaces"][0]]
     for place in places:
         for key in data.draw(st.lists(st.sampled_from(sorted(place)), max_size=3, unique=True)):
             if data.draw(st.booleans()):
