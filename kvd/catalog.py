@@ -49,14 +49,16 @@ Cold = tuple[tuple[int, int, int, int], int, bool]
 class Catalog:
     """What is where, and who holds it."""
 
-    def __init__(self, pool: SlabPool, quota: Quota, counters: Counters) -> None:
-        """Start empty over an empty pool."""
+    def __init__(
+        self, pool: SlabPool, quota: Quota, counters: Counters, policy: str = "lru"
+    ) -> None:
+        """Start empty over an empty pool; `policy` orders evictions."""
         self.pool = pool
         self.quota = quota
         self.counters = counters
         self.spaces: dict[tuple[Tenant, bytes, bytes], Space] = {}
         self.fillings = Fillings()
-        self.eviction = Eviction(pool, self.evict)
+        self.eviction = Eviction(pool, self.evict, policy)
         self.cold_readable = False
         self._tick = 0
         self.quarantined_bytes = 0
@@ -97,6 +99,7 @@ class Catalog:
         Returns:
             The pinned chunks, none for a miss; the caller owns the pins and ends them by `unpin`.
         """
+        self.eviction.touched(space, hashes)
         chain, usable = hashes, self.usable(space, hashes)
         chunks = space.chunks
         held = [chunk for key in chain[first:usable] if (chunk := chunks.get(key))]
@@ -257,6 +260,21 @@ class Catalog:
         self.counters.objects_reserved += 1
         self.fillings.add(slot)
         return Status.OK, slot
+
+    def publish_all(
+        self, owner: OwnerId, generations: Sequence[Generation], now_ns: int
+    ) -> list[Status]:
+        """Publish slots, in chain order, and use them tail first: a head outlives what needs it."""
+        chunks = [
+            slot.chunk if (slot := self.fillings.get(owner, generation)) else None
+            for generation in generations
+        ]
+        results = [self.publish(owner, generation, now_ns) for generation in generations]
+        for chunk, status in zip(reversed(chunks), reversed(results), strict=True):
+            if chunk is not None and status is Status.OK:
+                self._touch(chunk)
+                self._settle(chunk, chunk.warm)
+        return results
 
     def publish(self, owner: OwnerId, generation: Generation, now_ns: int) -> Status:
         """Make a filled slot findable; says why not, and frees or keeps the slot accordingly."""
@@ -454,6 +472,7 @@ class Catalog:
     def check(self) -> None:
         """Recount everything; raises AssertionError naming the invariant that does not hold."""
         self.pool.check()
+        self.eviction.check(self.spaces.values())
         pinned = dict.fromkeys(self.pool.shares, 0)
         published = set()
         for (tenant, namespace, layout), space in self.spaces.items():

@@ -54,6 +54,9 @@ DEMOTIONS_MAX = 8
 """Under way at once: enough to keep the disk's queue filled."""
 PROMOTIONS_MAX = 16
 """Reading at once; more wait their turn."""
+UNREAD_BYTES_S = 2e9
+"""Taken for the rate of a disk not read yet, for FP8: zstd on top of it takes a sixth off the bytes
+and makes encoding five times slower (bench.codec), so it has to be known to pay."""
 WAKE_S = 0.1
 """Longest sleep of the mover while there may be something to do."""
 UNREADABLE_S = 5.0
@@ -335,7 +338,7 @@ class ColdTier:
             shape = _shape(space.layout, slot.column)
             used = codec.usable_form(form, shape)
             chooser = self._choosers.setdefault((space, used), codec.Chooser())
-            planes = chooser.next_planes(self._rates())
+            planes = chooser.next_planes(self._rates(used))
             out = aligned_memory(codec.frame_bytes_max(used, shape))
             encoded = await loop.run_in_executor(
                 self._codec, _encode_one, used, shape, source, out, planes
@@ -344,9 +347,9 @@ class ColdTier:
             parts.append(Part(slot.column, FORM_FRAME, slot.size_bytes, out[: encoded.size_bytes]))
         return parts
 
-    def _rates(self) -> codec.Rates:
-        known = self._unzstd.per_s
-        return codec.Rates(self.store.reading.rate, known or 1e9, self._knobs.codec_threads)
+    def _rates(self, form: Form) -> codec.Rates:
+        disk_bytes_s = self.store.reading.rate or (UNREAD_BYTES_S if form == "fp8" else 0.0)
+        return codec.Rates(disk_bytes_s, self._unzstd.per_s or 1e9, self._knobs.codec_threads)
 
     def _view(self, slot: Slot) -> memoryview:
         return self._host.view(slot.slab, slot.offset_bytes, slot.size_bytes)

@@ -28,6 +28,8 @@ SOCKET_PATH_BYTES_MAX = 107
 """What `sockaddr_un` holds, without its final zero."""
 TENANT_NAME_MAX = 64
 UID_MAX = (1 << 32) - 2
+POLICIES = ("lifetable", "lru", "s3fifo")
+"""As in `kvd.policies`, which is not imported for three words."""
 WHENEVER = ("auto", "off", "require")
 """Use it if it is there; never use it; do not start without it."""
 _SHARE_SLACK = 1e-9
@@ -62,6 +64,7 @@ class HostConfig:
         huge_pages: Whether slabs are made of huge pages, see `WHENEVER`.
         lock: Whether slabs are locked into memory, see `WHENEVER`.
         fault_threads: Threads that make slabs ready; given as 0, up to 8.
+        policy: What is evicted first, one of `kvd.policies.POLICIES`.
     """
 
     size_bytes: int = GIB
@@ -69,6 +72,7 @@ class HostConfig:
     huge_pages: str = "auto"
     lock: str = "auto"
     fault_threads: int = 0
+    policy: str = "lifetable"
 
     def __post_init__(self) -> None:
         """Replace the zeros by what they stand for."""
@@ -142,7 +146,7 @@ class Config:
 _KNOWN = {
     "": ("socket", "socket_mode", "state_dir", "host", "nvme", "tenants", "limits"),
     "nvme": config_nvme.KEYS,
-    "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads"),
+    "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy"),
     "limits": tuple(field.name for field in fields(Limits)),
     "tenants.NAME": ("uids", "host_share"),
 }
@@ -235,6 +239,7 @@ def _host(table: Table) -> HostConfig:
         huge_pages=table.choice("huge_pages", "auto", WHENEVER),
         lock=table.choice("lock", "auto", WHENEVER),
         fault_threads=table.integer("fault_threads", 0, 0, 64) if threads is None else threads,
+        policy=table.choice("policy", "lifetable", POLICIES),
     )
 
 
@@ -368,6 +373,7 @@ def dump(config: Config) -> str:
         f'huge_pages = "{host.huge_pages}"',
         f'lock = "{host.lock}"',
         f"fault_threads = {host.fault_threads}",
+        f'policy = "{host.policy}"',
     ]
     lines += ["", *config_nvme.dump(config.nvme)]
     for tenant in config.tenants:

@@ -24,12 +24,13 @@ WEIGHT = 0.25
 class Rate:
     """A rate in units a second: a moving mean of samples, weighted by their size."""
 
-    __slots__ = ("_seconds", "_units", "samples")
+    __slots__ = ("_seconds", "_units", "_weight", "samples")
 
     def __init__(self) -> None:
         """Start without samples."""
         self._units = 0.0
         self._seconds = 0.0
+        self._weight = 0.0
         self.samples = 0
 
     def observe(self, units: float, seconds: float) -> None:
@@ -38,12 +39,13 @@ class Rate:
             return
         self._units = (1 - WEIGHT) * self._units + WEIGHT * units
         self._seconds = (1 - WEIGHT) * self._seconds + WEIGHT * seconds
+        self._weight = (1 - WEIGHT) * self._weight + WEIGHT  # less than 1 while samples are few
         self.samples += 1
 
     @property
     def seconds(self) -> float:
         """What one sample takes; 0 while nothing is known."""
-        return self._seconds
+        return self._seconds / self._weight if self.samples else 0.0
 
     @property
     def per_s(self) -> float:

@@ -75,7 +75,7 @@ class Daemon:
         shares = {Tenant(t.name): int(count * t.host_share + 1e-9) for t in config.tenants}
         self.pool = SlabPool(self.slab_bytes, shares)
         self.quota = Quota({t: self._limits(slabs) for t, slabs in shares.items()})
-        self.catalog = Catalog(self.pool, self.quota, self.counters)
+        self.catalog = Catalog(self.pool, self.quota, self.counters, config.host.policy)
         self.leases = LeaseBook()
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
         self.cold = self._cold_tier() if config.nvme.size_bytes else None

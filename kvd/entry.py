@@ -243,6 +243,7 @@ class Chunk:
         cold_lossy: Whether the cold copy is lossy.
         cold_used: Whether it was asked for since the cold copy was written.
         unwanted: Not to be written to the tier below.
+        told: Whether the eviction policy knows it as resident.
         dirty_bytes: What the eviction counts of it as the only copy.
         tick: When it was last used; larger is later.
     """
@@ -268,6 +269,7 @@ class Chunk:
         "slots",
         "space",
         "tick",
+        "told",
         "unwanted",
         "warm_children",
     )
@@ -294,6 +296,7 @@ class Chunk:
         self.cold_lossy = False
         self.cold_used = False
         self.unwanted = False
+        self.told = False
         self.dirty_bytes = 0
         self.tick = 0
         if parent is not None:

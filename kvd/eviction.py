@@ -1,18 +1,16 @@
 """What goes first when a tenant's host slots are full, and what is written down before it must go.
 
-Three orders a (tenant, set of slot sizes), each least lately used first:
+A policy (`kvd.policies`) a (tenant, set of slot sizes) orders the evictable chunks, and a queue the
+chunks to write to the tier below, oldest first.
 
-- *clean*: evictable chunks that cost nothing to free: the tier below has them, or does not want
-  them;
-- *dirty*: evictable chunks whose host slots are the only copy;
-- *demotable*: chunks to write to the tier below, evictable or not, oldest first.
-
-While the tier below takes in (`demoting`), only clean chunks are evicted: what is dirty waits for
-its demotion, and a store that finds nothing clean is refused in part and wakes the demoter
+While the tier below takes in (`demoting`), only chunks that cost nothing to free are evicted: those
+it has, or does not want. What is dirty waits for its demotion: the policy's choice is passed over
+until then, and a store that finds nothing clean is refused in part and wakes the demoter
 (`pressed`). Without a tier below, or when it takes nothing, dirty ones go as well: the host tier
 never stands still because of a disk.
 
-V1. Every evictable chunk is in the clean or the dirty order with its present tick.
+V1. The policy knows exactly the chunks with objects, and as evictable all that are, except for
+    those passed over; what is pinned or moves may still count as evictable, and is skipped.
 V2. The bytes counted as dirty are those of chunks that are neither clean nor unwanted.
 
 Pure.
@@ -22,27 +20,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd import policies
 from kvd.entry import stride_of
+from kvd.policies import Request
 from kvd.policy import LeafLru
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvd.entry import Chunk, Slot, Space
+    from kvd.policies import Policy
     from kvd.tiers.slab import Slab, SlabPool
     from kvd.types import OwnerId, Tenant
+
+    Key = tuple[Space, bytes]
+    """A chunk's name to a policy, which remembers it beyond its eviction."""
 
 
 def _free_to_go(chunk: Chunk) -> bool:
     return chunk.clean or chunk.unwanted
-
-
-def _is_clean(chunk: Chunk) -> bool:
-    return chunk.evictable and _free_to_go(chunk)
-
-
-def _is_dirty(chunk: Chunk) -> bool:
-    return chunk.evictable and not _free_to_go(chunk)
 
 
 def _is_demotable(chunk: Chunk) -> bool:
@@ -50,21 +46,25 @@ def _is_demotable(chunk: Chunk) -> bool:
 
 
 class _Orders(NamedTuple):
-    clean: LeafLru
-    dirty: LeafLru
+    policy: Policy[Key]
+    passed_over: set[Chunk]
     demotable: LeafLru
 
 
 class Eviction:
     """The orders of all tenants, and the decision what to evict."""
 
-    def __init__(self, pool: SlabPool, evict: Callable[[Chunk], None]) -> None:
+    def __init__(self, pool: SlabPool, evict: Callable[[Chunk], None], policy: str = "lru") -> None:
         """Start empty.
 
         Args:
             pool: Where slots come from.
             evict: Frees the host slots of an evictable chunk.
+            policy: One of `kvd.policies.POLICIES`.
         """
+        self.now_ns = 1
+        """The time, told by whoever has a clock; never goes back."""
+        self._policy = policy
         self._pool = pool
         self._evict = evict
         self._orders: dict[tuple[Tenant, frozenset[int]], _Orders] = {}
@@ -78,7 +78,7 @@ class Eviction:
         key = (space.tenant, space.strides)
         orders = self._orders.get(key)
         if orders is None:
-            orders = _Orders(LeafLru(_is_clean), LeafLru(_is_dirty), LeafLru(_is_demotable))
+            orders = _Orders(policies.make(self._policy), set(), LeafLru(_is_demotable))
             self._orders[key] = orders
         return orders
 
@@ -89,10 +89,52 @@ class Eviction:
             self.dirty_bytes[chunk.space.tenant] += dirty - chunk.dirty_bytes
             chunk.dirty_bytes = dirty
         orders = self._of(chunk.space)
-        if chunk.evictable:
-            (orders.clean if _free_to_go(chunk) else orders.dirty).offer(chunk)
+        self._tell(chunk, orders)
         if _is_demotable(chunk) and self.demoting:
             orders.demotable.offer(chunk)
+
+    def _tell(self, chunk: Chunk, orders: _Orders) -> None:
+        """Bring the policy up to date with a chunk (V1)."""
+        policy, key = orders.policy, (chunk.space, chunk.hash)
+        orders.passed_over.discard(chunk)
+        if not chunk.mask:
+            if chunk.told:
+                chunk.told = False
+                policy.removed(key)
+            return
+        if not chunk.told:
+            chunk.told = True
+            above = chunk.parent
+            parent = (above.space, above.hash) if above is not None and above.told else None
+            policy.inserted(key, parent, self.now_ns)
+        if chunk.evictable:
+            policy.evictable(key)
+        else:
+            policy.held(key)
+
+    def touched(self, space: Space, hashes: Sequence[bytes]) -> None:
+        """Hear of a request's use of a chain, hits and misses; once a request."""
+        chain = [(space, key) for key in hashes]
+        self._of(space).policy.touched(Request(self.now_ns, chain))
+
+    def _victim(self, orders: _Orders) -> Chunk | None:
+        """Return what the policy would evict next among what may go now."""
+        policy, passed_over = orders.policy, orders.passed_over
+        if not self.demoting:
+            for chunk in passed_over:
+                if chunk.told and chunk.evictable:
+                    policy.evictable((chunk.space, chunk.hash))
+            passed_over.clear()
+        while (key := policy.victim()) is not None:
+            chunk = key[0].chunks[key[1]]
+            if not chunk.evictable:
+                policy.held(key)  # it was pinned or began to move; it is told again at the end
+                continue
+            if _free_to_go(chunk) or not self.demoting:
+                return chunk
+            policy.held(key)
+            passed_over.add(chunk)  # until it is clean, or the tier below takes nothing in
+        return None
 
     def demotable(self, tenant: Tenant) -> Chunk | None:
         """Return the tenant's chunk to demote next."""
@@ -135,14 +177,14 @@ class Eviction:
         return slot
 
     def _coldest_leaf(self, tenant: Tenant, size_bytes: int) -> Chunk | None:
+        """Return the leaf worth least among the policies whose chunks have such objects."""
         stride = stride_of(size_bytes)
-        leaves = []
-        for (whose, strides), orders in self._orders.items():
-            if whose == tenant and stride in strides:
-                leaves.append(orders.clean.victim())
-                if not self.demoting:
-                    leaves.append(orders.dirty.victim())
-        return min(filter(None, leaves), key=lambda leaf: leaf.tick, default=None)
+        leaves = [
+            (orders.policy.worth((leaf.space, leaf.hash)) or 0.0, leaf.tick, leaf)
+            for (whose, strides), orders in self._orders.items()
+            if whose == tenant and stride in strides and (leaf := self._victim(orders))
+        ]
+        return min(leaves)[2] if leaves else None  # ticks differ: leaves are not compared
 
     def _coldest_slab(self, tenant: Tenant, size_bytes: int) -> tuple[int, Slab] | None:
         """Return the coldest slab of another size that could be emptied whole, with its tick."""
@@ -185,3 +227,11 @@ class Eviction:
         for chunk in reversed(order):
             if chunk.mask:
                 self._evict(chunk)
+
+    def check(self, spaces: Iterable[Space]) -> None:
+        """Recount V1; raises AssertionError."""
+        for orders in self._orders.values():
+            orders.policy.check()
+        for space in spaces:
+            for chunk in space.chunks.values():
+                assert chunk.told == bool(chunk.mask), "V1"

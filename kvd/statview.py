@@ -228,7 +228,8 @@ def _moves(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
     count, size = _getters(counters)
     down = (
         f"{size('bytes_demoted')} in {count('demotions')} chunks, as {size('bytes_written')}"
-        f" on disk; {count('demotions_failed')} failed"
+        f" on disk; {count('demotions_failed')} failed,"
+        f" {count('chunks_not_admitted')} not admitted"
     )
     yield "demoted", down
     up = (
@@ -282,8 +283,8 @@ def _gates(stats: dict[str, Any]) -> list[list[str]]:
     """Tabulate how fast engines say they compute, and what the last look-up made of it."""
     rows = [["SPACE", "TOKENS/S", "LOAD OR COMPUTE"]]
     for space in _rows(stats, "spaces"):
-        count, _ = _getters(space)
-        rows.append([_text(space, "label"), count("prefill_tokens_s"), _text(space, "gate")])
+        rate = _number(space, "prefill_tokens_s")
+        rows.append([_text(space, "label"), f"{rate:,.0f}" if rate else "-", _text(space, "gate")])
     return rows
 
 
@@ -314,7 +315,7 @@ def _aligned(
 
 def _is_amount(cell: str) -> bool:
     """Tell a number, perhaps with a unit, from a text."""
-    return cell[:1].isdigit() and cell.count(" ") <= 1
+    return cell == "-" or (cell[:1].isdigit() and cell.count(" ") <= 1)
 
 
 def _cut(cell: str, chars: int = CELL_CHARS_MAX) -> str:

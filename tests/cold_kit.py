@@ -130,6 +130,8 @@ class FakeStore:
         await self.write_gate.wait()
         if self.write_fault is not None:
             raise self.write_fault
+        if sum(part.raw_bytes for part in bundle.parts) > self.config.region_bytes:
+            raise ValueError("larger than a region")
         parts = [Part(p.column, p.form, p.raw_bytes, bytes(p.stored)) for p in bundle.parts]
         return self.put(bundle._replace(parts=parts))
 

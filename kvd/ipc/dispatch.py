@@ -136,6 +136,7 @@ class Dispatcher:
         """
         message = wire.decode(body, wire.REQUESTS)
         self._counters.messages += 1
+        self._catalog.eviction.now_ns = self._clock.now_ns()
         reply: tuple[Any, ...] | None
         if type(message) is wire.Acquire:
             reply = self._acquire(caller, message, later)
@@ -152,8 +153,11 @@ class Dispatcher:
         self._counters.lookups += 1
         self._counters.lookup_chunks_asked += len(hashes)
         self._counters.lookup_chunks_found += found
-        if self._riser is not None and caller.rank == 0 and caller.asks(hashes):
-            self._riser.touched(caller.tenant, hashes)
+        if caller.rank == 0 and caller.asks(hashes):
+            if not found:
+                self._catalog.eviction.touched(caller.space, hashes)  # else `hold` tells it
+            if self._riser is not None:
+                self._riser.touched(caller.tenant, hashes)
         worth = self._worth(caller.space, hashes[:found]) if found else 0
         self._counters.lookup_chunks_worth += worth
         return wire.LookupReply(ask.request, found, worth)
@@ -353,13 +357,10 @@ class Dispatcher:
 
     def _publish(self, caller: Caller, ask: wire.Publish) -> wire.ResultsReply:
         maybe_fault("publish.before")
-        now_ns = self._clock.now_ns()
-        publish = self._catalog.publish
-        generations = wire.unpack_generations(ask.generations)
-        # Tail first: a chain's head is used last, so it outlives what depends on it.
-        results = [publish(caller.owner, Generation(g), now_ns) for g in reversed(generations)]
+        generations = [Generation(g) for g in wire.unpack_generations(ask.generations)]
+        results = self._catalog.publish_all(caller.owner, generations, self._clock.now_ns())
         maybe_fault("publish.after")
-        return wire.ResultsReply(ask.request, bytes(reversed(results)))
+        return wire.ResultsReply(ask.request, bytes(results))
 
     def _abort(self, caller: Caller, ask: wire.Abort) -> wire.ResultsReply:
         generations = wire.unpack_generations(ask.generations)

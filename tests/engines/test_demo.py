@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +18,7 @@ from kvd.demo.engine import Result
 from kvd_client.paths import stat_page_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 COLD = Result(
     connected=True,
@@ -60,7 +61,7 @@ def test_a_good_run_is_told_with_its_figures() -> None:
     for part in (
         "First token 30.0 times sooner than computed",
         "First token 10.0 times sooner than computed",
-        "100.0 MB in 250 ms, from 25.0 MB on disk, 4.0 times smaller",
+        "100.0 MB in 250 ms, from 25.0 MB on disk, 4.0 times smaller (FP8 and zstd).",
         "C worked from a lossy copy, which may change a token; its 3 tokens are the same as well.",
     ):
         assert part in page
@@ -89,11 +90,8 @@ def test_a_copy_that_is_exact_is_not_called_lossy() -> None:
 
 
 def test_each_failure_is_named() -> None:
-    """Nothing stored, nothing reused, a wrong kind of copy, another answer: each in words."""
+    """A wrong kind of copy, one from elsewhere, another answer: each in words."""
     cases: dict[str, dict[str, Any]] = {
-        "engine A stored nothing: full": {"cold": COLD._replace(tokens_stored=0, note="full")},
-        "engine B reused nothing": {"warm": WARM._replace(tokens_reused=0)},
-        "engine C reused nothing: slow": {"disk": DISK._replace(tokens_reused=0, note="slow")},
         "engine B was to get an exact copy": {"warm": WARM._replace(lossy=True)},
         "engine C was to load from NVMe": {"stats": {**STATS, "counters": {"promotions": 0}}},
         "the answers of A, B": {"warm": WARM._replace(new_tokens=[1, 2, 4], text="Never.")},
@@ -103,6 +101,39 @@ def test_each_failure_is_named() -> None:
         assert len(bad.failures) == 1
         assert bad.failures[0].startswith(words)
         assert f"FAILED: {bad.failures[0]}" in main._page(bad)
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([COLD._replace(tokens_stored=0, note="full")], "engine A stored nothing: full"),
+        ([COLD, WARM._replace(tokens_reused=0)], "engine B reused nothing: no reason given"),
+        ([COLD, WARM, DISK._replace(tokens_reused=0, note="slow")], "engine C reused nothing: sl"),
+    ],
+)
+def test_a_demo_that_shows_nothing_ends_at_once(
+    runs: list[Result],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing stored or nothing reused: status 1 and the reason, without the runs after it."""
+    left = list(runs)
+
+    @contextlib.contextmanager
+    def daemon(folder: Path, **_: str) -> Iterator[Path]:
+        yield folder
+
+    monkeypatch.setattr(processes, "daemon", daemon)
+    monkeypatch.setattr(processes, "engine", lambda *_: left.pop(0))
+    monkeypatch.setattr(processes, "prepare", lambda _: None)
+    monkeypatch.setattr(model, "gguf_folder", lambda: None)
+    monkeypatch.setattr(model, "prepared_folder", Path.cwd)
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    assert main.run(parser.parse_args([])) == 1
+    assert left == []
+    assert words in capsys.readouterr().err
 
 
 def test_a_missing_model_is_named(

@@ -1,152 +1,37 @@
 """Hugging Face transformers through a real daemon: the same greedy tokens, and no wrong hit.
 
-Models are tiny and random, with weights large enough that their answers depend on the whole
-prompt. "Engines" are models built twice from one seed, each with a client of its own, so that
-nothing but the daemon carries KV from one to the other.
+"Engines" are models built twice from one seed, each with a client of its own, so that nothing but
+the daemon carries KV from one to the other.
 """
 
 from __future__ import annotations
 
-import copy
-import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import (  # noqa: E402
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, StaticCache  # noqa: E402
 
-from kvd import statpage  # noqa: E402
 from kvd_client import transformers as kvd_hf  # noqa: E402
 from kvd_client.hf_model import weights_mark  # noqa: E402
-from kvd_client.paths import stat_page_name  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-CHUNK = 16
-PROMPT = 300
-WHOLE = 18 * CHUNK
-"""Tokens of whole chunks that leave at least one token of the prompt to compute."""
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "vocab_size": 500,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
+from tests.engines.hf_kit import (  # noqa: E402
+    CHUNK,
+    MODELS,
+    PROMPT,
+    SHAPE,
+    WHOLE,
+    connect,
+    greedy,
+    llama,
+    prompt,
+    run,
+)
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def llama(seed: int = 0, **changes: Any) -> Any:
-    """Every layer sees all tokens."""
-    torch.manual_seed(seed)
-    dtype = changes.pop("dtype", torch.float32)
-    config = LlamaConfig(**{**SHAPE, "num_hidden_layers": 4, **changes})
-    return LlamaForCausalLM(config).to(dtype).eval()
-
-
-def mistral(window: int = 64) -> Any:
-    """Every layer sees a window."""
-    torch.manual_seed(1)
-    config = MistralConfig(**SHAPE, num_hidden_layers=3, sliding_window=window)
-    return MistralForCausalLM(config).eval()
-
-
-def gemma(window: int = 64) -> Any:
-    """Two layers in three see a window, the others all tokens."""
-    torch.manual_seed(2)
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    config = Gemma3TextConfig(
-        **SHAPE, num_hidden_layers=6, sliding_window=window, layer_types=kinds
-    )
-    return Gemma3ForCausalLM(config).eval()
-
-
-def deepseek() -> Any:
-    """Latent attention: K and V of a layer differ in width."""
-    torch.manual_seed(3)
-    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
-    config = DeepseekV3Config(
-        **{**shape, "num_key_value_heads": 4},
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=24,
-    )
-    return DeepseekV3ForCausalLM(config).eval()
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": llama,
-    "llama-bfloat16": lambda: llama(dtype=torch.bfloat16),
-    "mistral-64": mistral,
-    "mistral-65": lambda: mistral(65),  # window - 1 is a whole number of chunks
-    "mistral-1000": lambda: mistral(1000),  # wider than the prompt
-    "gemma3": gemma,
-    "deepseek": deepseek,
-}
-
-
-def prompt(tokens: int = PROMPT, seed: int = 3) -> Any:
-    """Token ids, `[1, tokens]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, 500, (1, tokens), generator=generator)
-
-
-@torch.no_grad()
-def greedy(model: Any, ids: Any, cache: Any = None, tokens: int = 16) -> list[int]:
-    """Generate greedily; the new tokens only."""
-    output = model.generate(
-        ids,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        past_key_values=cache,
-    )
-    answer: list[int] = output[0, ids.shape[1] :].tolist()
-    return answer
-
-
-def connect(daemon: Any, model: Any, **options: Any) -> Any:
-    """Connect an engine with small chunks."""
-    return kvd_hf.connect_model(model, daemon.socket, chunk_tokens=CHUNK, **options)
-
-
-def run(client: Any, model: Any, ids: Any) -> tuple[list[int], kvd_hf.Prefix, kvd_hf.Stored]:
-    """What an engine does with one prompt: load, generate, store."""
-    prefix = kvd_hf.load_prefix(client, model, ids)
-    cache = kvd_hf.new_cache(model) if prefix.cache is None else prefix.cache
-    answer = greedy(model, ids, cache)
-    return answer, prefix, kvd_hf.store_prefix(client, model, cache, ids)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -385,174 +270,3 @@ def test_the_loaded_cache_owns_its_memory(daemon: Any) -> None:
         right, _, _ = run(client, model, ids)
         cache = kvd_hf.load_prefix(client, model, ids).cache
     assert greedy(model, ids, cache) == right
-
-
-# --------------------------------------------------------------------- lossy copies, NVMe, the gate
-
-
-@pytest.fixture
-def cold_daemon(make_daemon: Any) -> Any:
-    """A daemon with an NVMe tier, in the default form: FP8 where the namespace allows it."""
-    daemon = make_daemon(arguments=["--nvme-bytes", "1GiB"])
-    daemon.start()
-    return daemon
-
-
-def restart(daemon: Any) -> None:
-    """Stop the daemon and start it again: what it held is on NVMe only."""
-    assert daemon.stop(40) == 0
-    daemon.start()
-
-
-def space(daemon: Any) -> dict[str, Any]:
-    """What the statistics say of the only space, once they are new."""
-    time.sleep(0.5)
-    (found,) = statpage.read(stat_page_name(daemon.socket)).stats["spaces"]
-    return dict(found)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "deepseek"])
-def test_an_exact_copy_comes_back_from_nvme(cold_daemon: Any, name: str) -> None:
-    """After a restart an exact namespace gives the same tokens, whatever form the disk has."""
-    ids = prompt()
-    model = MODELS[name]()
-    with connect(cold_daemon, model) as client:
-        right, _, _ = run(client, model, ids)
-    restart(cold_daemon)
-    with connect(cold_daemon, model) as client:
-        answer, prefix, stored = run(client, model, ids)
-    assert (prefix.tokens, prefix.found, prefix.lossy, prefix.note) == (WHOLE, WHOLE, False, "")
-    assert answer == right
-    assert (stored.tokens, stored.bytes, stored.lossy) == (WHOLE, 0, False)
-
-
-def test_a_lossy_copy_is_told_and_not_stored_again(cold_daemon: Any) -> None:
-    """FP8 from NVMe is marked; not even where kvd's own copy left memory is it stored as exact."""
-    ids = prompt()
-    model = llama()
-    with connect(cold_daemon, model, lossy=True) as client:
-        run(client, model, ids)
-        warm = kvd_hf.load_prefix(client, model, ids)
-        assert (warm.tokens, warm.lossy) == (WHOLE, False), "in memory it is what was stored"
-        exact = greedy(model, ids, warm.cache)
-    restart(cold_daemon)
-    longer = torch.cat([ids, prompt(40, seed=5)], dim=1)
-    with connect(cold_daemon, model, lossy=True) as client:
-        prefix = kvd_hf.load_prefix(client, model, longer)
-        assert (prefix.tokens, prefix.lossy, prefix.note) == (WHOLE, True, "")
-        greedy(model, longer, prefix.cache)
-    assert prefix.cache is not None
-    restart(cold_daemon)  # the loaded chunks are no longer in host memory
-    with connect(cold_daemon, model, lossy=True) as client:
-        copied = copy.deepcopy(prefix.cache)
-        stored = kvd_hf.store_prefix(client, model, copied, longer)
-        chunk_bytes = sum(group.object_bytes for group in client.layout.groups)
-        assert (stored.tokens, stored.lossy) == (340 // CHUNK * CHUNK, True)
-        assert stored.bytes == (340 // CHUNK - WHOLE // CHUNK) * chunk_bytes
-        again = kvd_hf.load_prefix(client, model, longer)
-        assert (again.tokens, again.lossy) == (stored.tokens, True)
-    with connect(cold_daemon, model) as client:
-        refused = kvd_hf.store_prefix(client, model, prefix.cache, ids)
-        assert (refused.tokens, refused.bytes) == (0, 0)
-        assert "another namespace" in refused.note
-        assert run(client, model, ids)[0] == exact
-
-
-def test_a_lossy_copy_that_is_gone_is_not_claimed(cold_daemon: Any, make_daemon: Any) -> None:
-    """What follows a lossy prefix is not stored where kvd holds that prefix no more."""
-    ids = prompt()
-    model = llama()
-    with connect(cold_daemon, model, lossy=True) as client:
-        run(client, model, ids)
-    restart(cold_daemon)
-    longer = torch.cat([ids, prompt(40, seed=5)], dim=1)
-    with connect(cold_daemon, model, lossy=True) as client:
-        prefix = kvd_hf.load_prefix(client, model, longer)
-    assert prefix.lossy
-    assert prefix.cache is not None
-    greedy(model, longer, prefix.cache)
-    other = make_daemon("other")
-    other.start()
-    with connect(other, model, lossy=True) as client:  # the same namespace, elsewhere
-        stored = kvd_hf.store_prefix(client, model, prefix.cache, longer)
-    assert (stored.tokens, stored.bytes) == (0, 0)
-    assert stored.note
-
-
-def test_what_is_not_worth_loading_is_not_loaded(cold_daemon: Any) -> None:
-    """An engine tells kvd how fast it computes; kvd then offers loads only where that is slower."""
-    ids, other = prompt(), prompt(seed=11)
-    model = llama()
-    with connect(cold_daemon, model) as client:
-        for each in (ids, other):
-            run(client, model, each)
-    restart(cold_daemon)
-    with connect(cold_daemon, model) as client:
-        assert kvd_hf.load_prefix(client, model, other).tokens == WHOLE, "now the disk is known"
-        cache = kvd_hf.new_cache(model)
-        fresh = prompt(seed=12)
-        greedy(model, fresh, cache)
-        kvd_hf.store_prefix(client, model, cache, fresh, seconds=1e-4)
-        prefix = kvd_hf.load_prefix(client, model, ids)
-        assert (prefix.cache, prefix.tokens, prefix.found) == (None, 0, WHOLE)
-        assert "computing this prompt is faster" in prefix.note
-        answer, _, stored = run(client, model, ids)
-        assert answer == greedy(model, ids)
-        assert stored.tokens == WHOLE
-
-
-def test_only_computed_tokens_are_reported(cold_daemon: Any) -> None:
-    """Loaded tokens took the engine no time, and a few tokens tell of no rate."""
-    ids = prompt()
-    model = llama()
-    with connect(cold_daemon, model) as client:
-        cache = kvd_hf.new_cache(model)
-        greedy(model, ids, cache)
-        kvd_hf.store_prefix(client, model, cache, ids)
-        assert space(cold_daemon)["prefill_tokens_s"] == 0
-        kvd_hf.store_prefix(client, model, cache, ids, seconds=3.0)
-        assert space(cold_daemon)["prefill_tokens_s"] == 100
-        loaded = kvd_hf.load_prefix(client, model, ids)
-        assert loaded.cache is not None
-        greedy(model, ids, loaded.cache)
-        kvd_hf.store_prefix(client, model, loaded.cache, ids, seconds=1.0)
-        assert space(cold_daemon)["prefill_tokens_s"] == 100, "12 tokens were computed"
-
-
-def test_a_wait_that_is_too_short_is_a_miss(cold_daemon: Any) -> None:
-    """What does not come up from NVMe in time is a miss that says so, and is there later."""
-    ids = prompt()
-    model = llama()
-    with connect(cold_daemon, model) as client:
-        run(client, model, ids)
-    restart(cold_daemon)
-    with connect(cold_daemon, model) as client:
-        prefix = kvd_hf.load_prefix(client, model, ids, wait_s=0.0)
-        assert (prefix.cache, prefix.found) == (None, WHOLE)
-        assert "(not within 0 s)" in prefix.note
-        deadline = time.monotonic() + 10
-        while not (prefix := kvd_hf.load_prefix(client, model, ids)).tokens:
-            assert time.monotonic() < deadline, prefix.note
-            time.sleep(0.05)
-        assert prefix.tokens == WHOLE
-
-
-def test_a_daemon_without_room_for_a_session_is_a_miss(make_daemon: Any, tmp_path: Any) -> None:
-    """A refusal that may pass does not stop an engine: it misses, and is let in later."""
-    config = tmp_path / "kvd.toml"
-    config.write_text("[limits]\nsessions = 1\n")
-    daemon = make_daemon(arguments=["--config", str(config)])
-    daemon.start()
-    ids = prompt()
-    model = llama()
-    with connect(daemon, model) as first, connect(daemon, model) as second:
-        assert first.connected
-        assert not second.connected
-        _, prefix, stored = run(second, model, ids)
-        assert (prefix.note, stored.note) == ("kvd does not answer", "kvd does not answer")
-        first.close()
-        deadline = time.monotonic() + 10
-        while not run(second, model, ids)[2].tokens:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert kvd_hf.load_prefix(second, model, ids).tokens == WHOLE

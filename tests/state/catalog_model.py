@@ -97,10 +97,7 @@ def check_candidates(catalog: Catalog) -> None:
     """Every chunk that may be evicted, or demoted, is a candidate with its present tick (P1)."""
     for space in catalog.spaces.values():
         orders = catalog.eviction._of(space)
-        heaps = [*orders.clean._heap, *orders.dirty._heap]
-        entries = {(tick, chunk.hash) for tick, _, chunk in heaps}
         for chunk in space.chunks.values():
-            assert not chunk.evictable or (chunk.tick, chunk.hash) in entries, "V1"
             still = chunk.filling or chunk.moves or chunk.clean or chunk.unwanted
             if catalog.eviction.demoting and chunk.mask and not still:
                 found = {(tick, each.hash) for tick, _, each in orders.demotable._heap}

@@ -19,6 +19,7 @@ from kvd.catalog import Catalog
 from kvd.lease import Lease, LeaseBook
 from kvd.metrics import Counters
 from kvd.places import places_of
+from kvd.policies import POLICIES
 from kvd.quota import Quota, Resource
 from kvd.tiers.slab import SlabPool
 from kvd.types import Generation, LeaseId, OwnerId, SlabId, Tenant
@@ -63,14 +64,14 @@ leases = st.integers(0, 12)
 class CatalogMachine(RuleBasedStateMachine):
     """What a daemon's sessions do, in any order."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(policy=st.sampled_from(POLICIES))
+    def start(self, policy: str) -> None:
         """Begin with blank slabs and one session of each kind."""
         self.pool = SlabPool(SLAB_BYTES, SHARES)
         for slab in range(sum(SHARES.values())):
             self.pool.add_blank(SlabId(slab))
         self.quota = Quota(dict.fromkeys(SHARES, LIMITS))
-        self.catalog = Catalog(self.pool, self.quota, Counters())
+        self.catalog = Catalog(self.pool, self.quota, Counters(), policy)
         self.book = LeaseBook()
         self.model = Model()
         self.members: dict[int, Member] = {}

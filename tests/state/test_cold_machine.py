@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from kvd.catalog import DAEMON
+from kvd.policies import POLICIES
 from kvd.prefix import warm_length
 from kvd.quota import Resource
 from kvd.types import Generation, OwnerId, Tenant
@@ -67,10 +68,10 @@ class ColdMachine(CatalogMachine):
         """Of a move under way, by the identity of its record in the model."""
         self.places = 0
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(policy=st.sampled_from(POLICIES))
+    def start(self, policy: str) -> None:
         """Begin with a tier below that takes in and is read."""
-        super().start()
+        super().start(policy)
         self.waiting, self.slots = [], {}
         self.health(demoting=True, readable=True)
 

@@ -214,12 +214,14 @@ def test_a_chunk_larger_than_a_region_is_not_asked_for_again() -> None:
     """It is not wanted below, so that it goes like a clean one."""
 
     async def scene(world: World) -> None:
-        object.__setattr__(world.store.config, "region_bytes", 1 << 20)
+        object.__setattr__(world.store.config, "region_bytes", PAGE - 1)
         space = world.enter()
         world.put(space, NAMES)
         world.cold.wake()
         await until(lambda: not world.dirty_bytes)
-        assert not world.store.writes
+        assert world.store.writes == 4
+        assert world.catalog.counters.chunks_not_admitted == 4
+        assert not world.store.written
         assert world.put(space, chain("b", 2 * PLACES)) == 2 * PLACES
         assert world.catalog.counters.evictions == {"unwanted": 4}
 
@@ -531,25 +533,42 @@ def test_giving_up_a_copy_wins_over_writing_it_again() -> None:
 # ---------------------------------------------------------------------------------- health
 
 
-def test_a_closed_tier_is_not_relied_upon() -> None:
-    """Closed: cold copies count as missing and dirty chunks may go; open: as before."""
+def test_a_closed_tier_takes_nothing_in_and_is_read() -> None:
+    """Closed: cold copies are still offered, dirty chunks may go; open: all is as before."""
 
     async def scene(world: World) -> None:
         catalog = world.catalog
         space = only_space(world)
         world.store.state = "closed: full"
         world.cold.wake()
-        await until(lambda: not catalog.cold_readable)
-        assert catalog.usable(space, NAMES) == 0
+        await until(lambda: not catalog.eviction.demoting)
+        assert catalog.usable(space, NAMES) == 4
         assert world.put(space, chain("b", 3 * PLACES)) == 2 * PLACES
         assert world.put(space, chain("c", PLACES)) == PLACES
         assert catalog.counters.evictions == {"capacity": PLACES}
+        assert not world.store.writes
         world.store.state = "open"
         world.cold.wake()
-        await until(lambda: catalog.cold_readable)
-        assert catalog.usable(space, NAMES) == 4
         await until(lambda: not world.dirty_bytes)
         assert len(world.store.written) == 4 + 2 * PLACES
+
+    play_again(scene)
+
+
+def test_a_disk_that_fails_reads_is_not_relied_upon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a read that the disk failed nothing cold is offered for a while, then all again."""
+    monkeypatch.setattr(cold_module, "UNREADABLE_S", 0.2)
+
+    async def scene(world: World) -> None:
+        chunk, space = chunks_of(world)[0], only_space(world)
+        world.store.read_fault = TierFailed("broken")
+        waiter = Waiter(world, chunk)
+        await until(lambda: bool(waiter.heard))
+        world.cold.tick()
+        assert world.catalog.usable(space, NAMES) == 0
+        world.store.read_fault = None
+        await until(lambda: world.catalog.usable(space, NAMES) == 4)
+        waiter.leave()
 
     play_again(scene)
 

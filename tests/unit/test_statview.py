@@ -121,6 +121,7 @@ NVME: dict[str, Any] = {
 MOVES: dict[str, Any] = {
     "demotions": 800,
     "demotions_failed": 4,
+    "chunks_not_admitted": 2,
     "bytes_demoted": 1024 * MIB,
     "bytes_written": 500 * MIB,
     "bytes_rewritten": 100 * MIB,
@@ -181,7 +182,7 @@ def test_shows_the_nvme_tier() -> None:
         "live 500 MiB in 777 chunks, garbage 12.0 MiB; still to write 7.00 MiB",
         "queued 3 reads, 2 writes, 1 commits; reading 900 MiB/s, writing 40.0 MiB/s",
         "7,000 found worth loading",
-        "demoted   1.00 GiB in 800 chunks, as 500 MiB on disk; 4 failed",
+        "demoted   1.00 GiB in 800 chunks, as 500 MiB on disk; 4 failed, 2 not admitted",
         "promoted  800 MiB in 90 chunks, from 400 MiB on disk; 6 failed",
         "wear      1.50 bytes written for each one read; 100 MiB rewritten, 9.00 MiB given up",
         "model@main     5,120  2048 tokens: compute 400.0 ms, load 31.5 ms",

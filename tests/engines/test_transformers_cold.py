@@ -1,0 +1,196 @@
+"""Hugging Face transformers and the tier below: lossy copies, waits, what is worth loading."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvd import statpage  # noqa: E402
+from kvd_client import transformers as kvd_hf  # noqa: E402
+from kvd_client.paths import stat_page_name  # noqa: E402
+from tests.engines.hf_kit import (  # noqa: E402
+    CHUNK,
+    MODELS,
+    WHOLE,
+    connect,
+    greedy,
+    llama,
+    prompt,
+    run,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def cold_daemon(make_daemon: Any) -> Any:
+    """A daemon with an NVMe tier, in the default form: FP8 where the namespace allows it."""
+    daemon = make_daemon(arguments=["--nvme-bytes", "1GiB"])
+    daemon.start()
+    return daemon
+
+
+def restart(daemon: Any) -> None:
+    """Stop the daemon and start it again: what it held is on NVMe only."""
+    assert daemon.stop(40) == 0
+    daemon.start()
+
+
+def space(daemon: Any) -> dict[str, Any]:
+    """What the statistics say of the only space, once they are new."""
+    time.sleep(0.5)
+    (found,) = statpage.read(stat_page_name(daemon.socket)).stats["spaces"]
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek"])
+def test_an_exact_copy_comes_back_from_nvme(cold_daemon: Any, name: str) -> None:
+    """After a restart an exact namespace gives the same tokens, whatever form the disk has."""
+    ids = prompt()
+    model = MODELS[name]()
+    with connect(cold_daemon, model) as client:
+        right, _, _ = run(client, model, ids)
+    restart(cold_daemon)
+    with connect(cold_daemon, model) as client:
+        answer, prefix, stored = run(client, model, ids)
+    assert (prefix.tokens, prefix.found, prefix.lossy, prefix.note) == (WHOLE, WHOLE, False, "")
+    assert answer == right
+    assert (stored.tokens, stored.bytes, stored.lossy) == (WHOLE, 0, False)
+
+
+def test_a_lossy_copy_is_told_and_not_stored_again(cold_daemon: Any) -> None:
+    """FP8 from NVMe is marked; not even where kvd's own copy left memory is it stored as exact."""
+    ids = prompt()
+    model = llama()
+    with connect(cold_daemon, model, lossy=True) as client:
+        run(client, model, ids)
+        warm = kvd_hf.load_prefix(client, model, ids)
+        assert (warm.tokens, warm.lossy) == (WHOLE, False), "in memory it is what was stored"
+        exact = greedy(model, ids, warm.cache)
+    restart(cold_daemon)
+    longer = torch.cat([ids, prompt(40, seed=5)], dim=1)
+    with connect(cold_daemon, model, lossy=True) as client:
+        prefix = kvd_hf.load_prefix(client, model, longer)
+        assert (prefix.tokens, prefix.lossy, prefix.note) == (WHOLE, True, "")
+        greedy(model, longer, prefix.cache)
+    assert prefix.cache is not None
+    restart(cold_daemon)  # the loaded chunks are no longer in host memory
+    with connect(cold_daemon, model, lossy=True) as client:
+        copied = copy.deepcopy(prefix.cache)
+        stored = kvd_hf.store_prefix(client, model, copied, longer)
+        chunk_bytes = sum(group.object_bytes for group in client.layout.groups)
+        assert (stored.tokens, stored.lossy) == (340 // CHUNK * CHUNK, True)
+        assert stored.bytes == (340 // CHUNK - WHOLE // CHUNK) * chunk_bytes
+        again = kvd_hf.load_prefix(client, model, longer)
+        assert (again.tokens, again.lossy) == (stored.tokens, True)
+    with connect(cold_daemon, model) as client:
+        refused = kvd_hf.store_prefix(client, model, prefix.cache, ids)
+        assert (refused.tokens, refused.bytes) == (0, 0)
+        assert "another namespace" in refused.note
+        assert run(client, model, ids)[0] == exact
+
+
+def test_a_lossy_copy_that_is_gone_is_not_claimed(cold_daemon: Any, make_daemon: Any) -> None:
+    """What follows a lossy prefix is not stored where kvd holds that prefix no more."""
+    ids = prompt()
+    model = llama()
+    with connect(cold_daemon, model, lossy=True) as client:
+        run(client, model, ids)
+    restart(cold_daemon)
+    longer = torch.cat([ids, prompt(40, seed=5)], dim=1)
+    with connect(cold_daemon, model, lossy=True) as client:
+        prefix = kvd_hf.load_prefix(client, model, longer)
+    assert prefix.lossy
+    assert prefix.cache is not None
+    greedy(model, longer, prefix.cache)
+    other = make_daemon("other")
+    other.start()
+    with connect(other, model, lossy=True) as client:  # the same namespace, elsewhere
+        stored = kvd_hf.store_prefix(client, model, prefix.cache, longer)
+    assert (stored.tokens, stored.bytes) == (0, 0)
+    assert stored.note
+
+
+def test_what_is_not_worth_loading_is_not_loaded(cold_daemon: Any) -> None:
+    """An engine tells kvd how fast it computes; kvd then offers loads only where that is slower."""
+    ids, other = prompt(), prompt(seed=11)
+    model = llama()
+    with connect(cold_daemon, model) as client:
+        for each in (ids, other):
+            run(client, model, each)
+    restart(cold_daemon)
+    with connect(cold_daemon, model) as client:
+        assert kvd_hf.load_prefix(client, model, other).tokens == WHOLE, "now the disk is known"
+        cache = kvd_hf.new_cache(model)
+        fresh = prompt(seed=12)
+        greedy(model, fresh, cache)
+        kvd_hf.store_prefix(client, model, cache, fresh, seconds=1e-4)
+        prefix = kvd_hf.load_prefix(client, model, ids)
+        assert (prefix.cache, prefix.tokens, prefix.found) == (None, 0, WHOLE)
+        assert "computing this prompt is faster" in prefix.note
+        answer, _, stored = run(client, model, ids)
+        assert answer == greedy(model, ids)
+        assert stored.tokens == WHOLE
+
+
+def test_only_computed_tokens_are_reported(cold_daemon: Any) -> None:
+    """Loaded tokens took the engine no time, and a few tokens tell of no rate."""
+    ids = prompt()
+    model = llama()
+    with connect(cold_daemon, model) as client:
+        cache = kvd_hf.new_cache(model)
+        greedy(model, ids, cache)
+        kvd_hf.store_prefix(client, model, cache, ids)
+        assert space(cold_daemon)["prefill_tokens_s"] == 0
+        kvd_hf.store_prefix(client, model, cache, ids, seconds=3.0)
+        assert space(cold_daemon)["prefill_tokens_s"] == 100
+        loaded = kvd_hf.load_prefix(client, model, ids)
+        assert loaded.cache is not None
+        greedy(model, ids, loaded.cache)
+        kvd_hf.store_prefix(client, model, loaded.cache, ids, seconds=1.0)
+        assert space(cold_daemon)["prefill_tokens_s"] == 100, "12 tokens were computed"
+
+
+def test_a_wait_that_is_too_short_is_a_miss(cold_daemon: Any) -> None:
+    """What does not come up from NVMe in time is a miss that says so, and is there later."""
+    ids = prompt()
+    model = llama()
+    with connect(cold_daemon, model) as client:
+        run(client, model, ids)
+    restart(cold_daemon)
+    with connect(cold_daemon, model) as client:
+        prefix = kvd_hf.load_prefix(client, model, ids, wait_s=0.0)
+        assert (prefix.cache, prefix.found) == (None, WHOLE)
+        assert "(not within 0 s)" in prefix.note
+        deadline = time.monotonic() + 10
+        while not (prefix := kvd_hf.load_prefix(client, model, ids)).tokens:
+            assert time.monotonic() < deadline, prefix.note
+            time.sleep(0.05)
+        assert prefix.tokens == WHOLE
+
+
+def test_a_daemon_without_room_for_a_session_is_a_miss(make_daemon: Any, tmp_path: Any) -> None:
+    """A refusal that may pass does not stop an engine: it misses, and is let in later."""
+    config = tmp_path / "kvd.toml"
+    config.write_text("[limits]\nsessions = 1\n")
+    daemon = make_daemon(arguments=["--config", str(config)])
+    daemon.start()
+    ids = prompt()
+    model = llama()
+    with connect(daemon, model) as first, connect(daemon, model) as second:
+        assert first.connected
+        assert not second.connected
+        _, prefix, stored = run(second, model, ids)
+        assert (prefix.note, stored.note) == ("kvd does not answer", "kvd does not answer")
+        first.close()
+        deadline = time.monotonic() + 10
+        while not run(second, model, ids)[2].tokens:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert kvd_hf.load_prefix(second, model, ids).tokens == WHOLE
