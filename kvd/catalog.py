@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.audit import check_catalog
 from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space
 from kvd.eviction import Eviction
 from kvd.filling import Fillings
@@ -438,26 +439,30 @@ class Catalog:
 
         Args:
             space: Where.
-            rows: Chunk hash, parent hash and copy, in any order.
+            rows: Chunk hash, parent hash and copy, in any order; fastest the oldest first.
 
         Returns:
             Chunks left out again because the chain above them is broken (T1).
         """
-        chunks = space.chunks
+        chunks, root = space.chunks, space.namespace
         assert not chunks
-        pairs = []
+        early = []  # before their parent, which is rare where rows come as they were written
         for key, parent, (place, mask, lossy) in rows:
             chunk = chunks[key] = Chunk(key, space, None)
             chunk.cold, chunk.cold_mask, chunk.cold_lossy = place, mask, lossy
-            pairs.append((chunk, parent))
-        broken = []
-        for chunk, parent in pairs:
-            if parent != space.namespace:
+            if parent != root:
                 above = chunks.get(parent)
                 if above is None:
-                    broken.append(chunk)
+                    early.append((chunk, parent))
                 else:
                     chunk.join(above)
+        broken = []
+        for chunk, parent in early:
+            above = chunks.get(parent)
+            if above is None:
+                broken.append(chunk)
+            else:
+                chunk.join(above)
         for chunk in broken:
             broken.extend(chunk.children())
             del chunks[chunk.hash]
@@ -471,38 +476,7 @@ class Catalog:
 
     def check(self) -> None:
         """Recount everything; raises AssertionError naming the invariant that does not hold."""
-        self.pool.check()
-        self.eviction.check(self.spaces.values())
-        pinned = dict.fromkeys(self.pool.shares, 0)
-        published = set()
-        for (tenant, namespace, layout), space in self.spaces.items():
-            assert (space.tenant, space.namespace, space.layout.id) == (tenant, namespace, layout)
-            for key, chunk in space.chunks.items():
-                assert chunk.hash == key, "T1"
-                chunk.check()
-                pinned[tenant] += chunk.pinned_bytes
-                published |= {s for s in chunk.slots.values() if s.state is SlotState.PUBLISHED}
-        filling = dict.fromkeys(self.pool.shares, 0)
-        for slot in self.fillings.all():
-            assert slot.state in {SlotState.RESERVED, SlotState.QUARANTINED}, "E1"
-            filling[slot.tenant] += slot.size_bytes
-        for tenant in self.pool.shares:
-            dirty = [
-                c.dirty_bytes
-                for space in self.spaces.values()
-                if space.tenant == tenant
-                for c in space.chunks.values()
-            ]
-            assert sum(dirty) == self.eviction.dirty_bytes[tenant], "V2"
-            held = {s for slab in self.pool.slabs_of(tenant) for s in slab.slots.values()}
-            assert {s for s in published if s.tenant == tenant} == held - set(
-                self.fillings.all()
-            ), "C3"
-            assert self.quota.used(tenant, Resource.PINNED_BYTES) == pinned[tenant], "C3"
-            assert self.quota.used(tenant, Resource.FILLING_BYTES) == filling[tenant], "C3"
-        quarantined = [s for s in self.fillings.all() if s.state is SlotState.QUARANTINED]
-        assert sum(slot.size_bytes for slot in quarantined) == self.quarantined_bytes, "C3"
-        self.fillings.check()
+        check_catalog(self)
 
 
 def _bits(mask: int) -> list[int]:

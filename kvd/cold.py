@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -22,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from kvd import codec, log
+from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault
-from kvd.policies import Admission, LifeTable, Request, make_admission
-from kvd.tiers.disk import Corrupt, TierError, TierFailed, aligned_memory
-from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref
+from kvd.forms import FORM_FRAME, Forms
+from kvd.tiers.disk import Corrupt, TierError, TierFailed
+from kvd.tiers.region import Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
 from kvd.types import Tenant
 from kvd_client.identity import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvd.catalog import Catalog
-    from kvd.codec import Form
+    from kvd.catalog import Catalog, Cold, Cold
     from kvd.config_nvme import NvmeKnobs
     from kvd.entry import Chunk, Slot, Space
     from kvd.tiers.host import HostTier
@@ -46,25 +45,16 @@ if TYPE_CHECKING:
 
 _LOG = log.get("cold")
 
-FORM_FRAME = 1
-"""A codec frame, which says itself which form it is."""
 HINT_LOSSY = 1
 """In the index: the bundle went through a lossy form."""
 DEMOTIONS_MAX = 8
 """Under way at once: enough to keep the disk's queue filled."""
 PROMOTIONS_MAX = 16
 """Reading at once; more wait their turn."""
-UNREAD_BYTES_S = 2e9
-"""Taken for the rate of a disk not read yet, for FP8: zstd on top of it takes a sixth off the bytes
-and makes encoding five times slower (bench.codec), so it has to be known to pay."""
 WAKE_S = 0.1
 """Longest sleep of the mover while there may be something to do."""
 UNREADABLE_S = 5.0
 """For how long nothing cold is offered after a read that the disk failed."""
-STAY_STEP = 0.25
-"""Of a new sample in the mean time that a region's chunks stay."""
-REMEMBERED = 1 << 16
-"""Chunks whose uses are remembered for `second-touch`, a tenant."""
 RETRY_S = 1.0
 """Pause after a failure of the tier."""
 
@@ -80,29 +70,24 @@ class ColdTier:
         self._host = host
         self.store = store
         self._knobs = knobs
-        self._codec = ThreadPoolExecutor(knobs.codec_threads, thread_name_prefix="codec")
+        self.forms = Forms(knobs.form, knobs.codec_threads, self._view)
+        self._admission = Admissions(knobs.admission, knobs.admission_threshold)
         self._wake = asyncio.Event()
         self._turn = asyncio.Semaphore(PROMOTIONS_MAX)
         self._promotions: dict[Chunk, list[Done]] = {}
-        self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
         self._stored: dict[Space, StoredSpace] = {}
         self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
-        self._admissions: dict[Tenant, Admission[bytes]] = {}
         self._unreadable_until_ns = 0
         self._closing = False
         self._reclaiming = False
-        self._born: dict[int, int] = {}
-        self._lowers: dict[Tenant, LifeTable[bytes]] = {}
         self._broken: list[tuple[bytes, bytes, int]] = []
         self._group: asyncio.TaskGroup | None = None
         self._demotions = 0
         self._flushing = False
-        self._unzstd = Rate()
         self.read_rate = Rate()
         """Stored bytes of promotions a second, one at a time."""
         self.queued_bytes = 0
         """Stored bytes of promotions that wait or are under way."""
-        self.form_note = ""
 
     # ---------------------------------------------------------------- start and end
 
@@ -126,7 +111,7 @@ class ColdTier:
                 if space is None or space.chunks:
                     self._broken += [(row[0], row[1], row[8]) for row in rows]
                     continue
-                for chunk in self._catalog.restore(space, map(_restored, rows)):
+                for chunk in self._catalog.restore(space, _restored(rows)):
                     assert chunk.cold is not None
                     self._broken.append((key, chunk.hash, chunk.cold[3]))
                 count += len(space.chunks)
@@ -137,8 +122,6 @@ class ColdTier:
         maybe_fault("open.after_restore")
         self._catalog.cold_readable = True
         self._catalog.eviction.demoting = True
-        if self._knobs.form != "raw" and self._knobs.form not in codec.available_forms():
-            self.form_note = f"form {self._knobs.form} needs numba and zstandard: writing raw"
         _LOG.info("restored", chunks=count, broken=len(self._broken), **_brief(opened.report))
 
     def _enter(self, stored: StoredSpace) -> Space | None:
@@ -156,8 +139,7 @@ class ColdTier:
         self._group = group
         if self._broken:
             group.create_task(self._delete(self._broken))
-        if self._knobs.form != "raw" and not self.form_note:
-            await asyncio.get_running_loop().run_in_executor(self._codec, codec.warm_up)
+        await self.forms.warm_up()
         while True:
             self._look_at_health()
             if self.store.state == "open":
@@ -201,7 +183,7 @@ class ColdTier:
         maybe_fault("close.before")
         await self.store.close()
         maybe_fault("close.after")
-        self._codec.shutdown(wait=True)
+        self.forms.close()
 
     def tick(self) -> None:
         """Let time pass, whatever the mover waits for; call it some five times a second."""
@@ -239,7 +221,7 @@ class ColdTier:
                 chunk = eviction.demotable(tenant) if self.store.writable else None
                 if chunk is None:
                     break
-                if not self._admits(chunk):
+                if not self._admission.admits(chunk):
                     self._catalog.counters.chunks_not_admitted += 1
                     self._catalog.reject(chunk)
                     continue
@@ -251,11 +233,11 @@ class ColdTier:
     async def _demote(self, chunk: Chunk, slots: list[Slot]) -> None:
         """Write one chunk down; whatever fails, it stays as it was (K4)."""
         mask = sum(1 << slot.column for slot in slots)
-        form = self._form_of(chunk.space)
+        form = self.forms.of(chunk.space)
         cold, old, kept = None, chunk.cold, chunk.cold_mask & ~mask
         try:
             maybe_fault("demote.before_encode")
-            parts = await self._encode(chunk.space, form, slots)
+            parts = await self.forms.encode(chunk.space, form, slots, self.store.reading.rate)
             lossy = form == "fp8" and any(part.form == FORM_FRAME for part in parts)
             lossy = lossy or bool(chunk.lossy_mask & mask) or bool(kept and chunk.cold_lossy)
             if old is not None and kept:  # objects that came after the others went down (K1)
@@ -267,7 +249,7 @@ class ColdTier:
             ref = await self.store.write(bundle)
             maybe_fault("demote.after_write")
             cold = (ref, mask | kept, lossy)
-            self._born.setdefault(ref.region, self._now_ns())
+            self._admission.entered(ref.region, self._now_ns())
             self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
         except ValueError as error:  # larger than a region, whatever its objects became
             self._catalog.counters.chunks_not_admitted += 1
@@ -286,70 +268,13 @@ class ColdTier:
             maybe_fault("demote.after_end")
             self.wake()
 
-    def _admits(self, chunk: Chunk) -> bool:
-        """Whether a chunk is worth a write; what hangs below a written one always is not lost."""
-        if any(child.cold is not None or child.moves for child in chunk.children()):
-            return True
-        return self._admission(chunk.space.tenant).admits(chunk.hash)
-
-    def _admission(self, tenant: Tenant) -> Admission[bytes]:
-        found = self._admissions.get(tenant)
-        if found is None:
-            lower: LifeTable[bytes] = LifeTable()
-            self._lowers[tenant] = lower
-            found = self._admissions[tenant] = make_admission(
-                self._knobs.admission,
-                lower,
-                remembered=REMEMBERED,
-                threshold=self._knobs.admission_threshold,
-            )
-        return found
-
-    def touched(self, tenant: Tenant, hashes: Sequence[bytes]) -> None:
-        """Hear of a request's chain, once; admission learns from it."""
-        if self._knobs.admission == "all":
-            return
-        request = Request(self._now_ns(), hashes)
-        self._admission(tenant).touched(request)
-        if self._knobs.admission == "predicted":
-            self._lowers[tenant].touched(request)
-
     @staticmethod
     def _now_ns() -> int:
         return int(asyncio.get_running_loop().time() * 1e9)
 
-    def _form_of(self, space: Space) -> Form:
-        """Return the form to write: a lossy one only where the namespace allows it."""
-        if self.form_note:
-            return "raw"
-        if self._knobs.form == "fp8" and not space.lossy:
-            return "lossless"
-        return self._knobs.form
-
-    async def _encode(self, space: Space, form: Form, slots: Sequence[Slot]) -> list[Part]:
-        """Bring a chunk's objects into their cold form, in the codec's threads."""
-        loop = asyncio.get_running_loop()
-        parts = []
-        for slot in sorted(slots, key=lambda slot: slot.column):
-            source = self._view(slot)
-            if form == "raw":
-                parts.append(Part(slot.column, FORM_RAW, slot.size_bytes, source))
-                continue
-            shape = _shape(space.layout, slot.column)
-            used = codec.usable_form(form, shape)
-            chooser = self._choosers.setdefault((space, used), codec.Chooser())
-            planes = chooser.next_planes(self._rates(used))
-            out = aligned_memory(codec.frame_bytes_max(used, shape))
-            encoded = await loop.run_in_executor(
-                self._codec, _encode_one, used, shape, source, out, planes
-            )
-            chooser.record(encoded)
-            parts.append(Part(slot.column, FORM_FRAME, slot.size_bytes, out[: encoded.size_bytes]))
-        return parts
-
-    def _rates(self, form: Form) -> codec.Rates:
-        disk_bytes_s = self.store.reading.rate or (UNREAD_BYTES_S if form == "fp8" else 0.0)
-        return codec.Rates(disk_bytes_s, self._unzstd.per_s or 1e9, self._knobs.codec_threads)
+    def touched(self, tenant: Tenant, hashes: Sequence[bytes]) -> None:
+        """Hear of a request's chain, once; admission learns from it."""
+        self._admission.touched(tenant, hashes, self._now_ns())
 
     def _view(self, slot: Slot) -> memoryview:
         return self._host.view(slot.slab, slot.offset_bytes, slot.size_bytes)
@@ -424,20 +349,8 @@ class ColdTier:
         into = {slot.column: self._view(slot) for slot in slots}
         stored = self._space(chunk.space)
         loaded = await self.store.read(ref, stored, chunk.hash, _above(chunk), into)
-        loop = asyncio.get_running_loop()
         for slot in slots:
-            item = loaded[slot.column]
-            if item.raw_bytes != slot.size_bytes:
-                raise Corrupt("an object of another size than its layout's")
-            if item.form == FORM_RAW:
-                continue  # it was read into the slot
-            if item.form != FORM_FRAME:
-                raise Corrupt("a form this release does not know")
-            shape = _shape(chunk.space.layout, slot.column)
-            decoded = await loop.run_in_executor(
-                self._codec, codec.decode, item.stored, shape, into[slot.column]
-            )
-            self._unzstd.observe(decoded.unzstd_bytes, decoded.unzstd_ns / 1e9)
+            await self.forms.decode(chunk.space, slot, loaded[slot.column], into[slot.column])
 
     async def _forget(self, chunk: Chunk, ref: Ref) -> None:
         """Give up a copy that cannot be read."""
@@ -476,7 +389,7 @@ class ColdTier:
                     await self._rewrite(chunk, key.ref)
             maybe_fault("reclaim.before_delete")
             gone = await self.store.reclaim(region)
-            self._stayed(region)
+            self._admission.left(region, self._now_ns())
             maybe_fault("reclaim.after_delete")
             for key in gone:
                 chunk = self._find(key.space_key, key.chunk)
@@ -490,13 +403,6 @@ class ColdTier:
         except TierError as error:
             _LOG.limited("reclaim failed", why=str(error))
             await asyncio.sleep(RETRY_S)
-
-    def _stayed(self, region: int) -> None:
-        """Learn how long a region's chunks stay, for `predicted`."""
-        born = self._born.pop(region, None)
-        if born is not None:
-            for lower in self._lowers.values():
-                lower.stay_ns += STAY_STEP * (self._now_ns() - born - lower.stay_ns)
 
     @staticmethod
     def _keep(chunk: Chunk) -> bool:
@@ -550,26 +456,21 @@ class ColdTier:
         return space.chunks.get(key) if space else None
 
 
-def _restored(row: tuple[Any, ...]) -> tuple[bytes, bytes, tuple[Ref, int, bool]]:
-    """Turn a row of the index into what the catalog takes."""
-    ref = Ref(row[4], row[6], row[7], row[8])
-    return row[1], row[2], (ref, int.from_bytes(row[3], "little"), bool(row[10] & HINT_LOSSY))
-
-
-def _encode_one(
-    form: Form, shape: codec.ObjectShape, source: memoryview, out: memoryview, planes: int
-) -> codec.Encoded:
-    return codec.encode(form, shape, source, out, planes=planes)
+def _restored(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes, bytes, Cold]]:
+    """Turn rows of the index into what the catalog takes; equal numbers are one object."""
+    shared: dict[object, Any] = {}
+    share = shared.setdefault
+    for _, chunk, parent, mask, region, _, offset, length, generation, _, hint, _ in rows:
+        columns = shared.get(mask)
+        if columns is None:
+            columns = shared[mask] = int.from_bytes(mask, "little")
+        place = (share(region, region), offset, share(length, length), generation)
+        yield chunk, parent, (place, columns, bool(hint & HINT_LOSSY))
 
 
 def _above(chunk: Chunk) -> bytes:
     """Return what names the chunk before it, as records do."""
     return chunk.parent.hash if chunk.parent else chunk.space.namespace
-
-
-def _shape(layout: Layout, column: int) -> codec.ObjectShape:
-    group = layout.group_of(column)
-    return codec.shape_of(layout, group) or codec.flat_shape(layout, group)
 
 
 def _columns(mask: int) -> Iterator[int]:

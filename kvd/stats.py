@@ -49,7 +49,7 @@ def _nvme(daemon: Daemon) -> dict[str, Any] | None:
     found["dirty_bytes"] = sum(daemon.catalog.eviction.dirty_bytes.values())
     found["demoting"] = daemon.catalog.eviction.demoting
     found["form"] = daemon.config.nvme.form
-    found["note"] = cold.form_note
+    found["note"] = cold.forms.note
     return found
 
 

@@ -1,0 +1,134 @@
+"""Objects to their cold form and back, in the codec's threads. The loop owns everything else here.
+
+A form is asked for by configuration, and allowed by the namespace (lossy or exact) and the layout;
+what cannot be had becomes the next best: fp8, lossless, raw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvd import codec
+from kvd.cost import Rate
+from kvd.tiers.disk import Corrupt, aligned_memory
+from kvd.tiers.region import FORM_RAW, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvd.codec import Form
+    from kvd.entry import Slot, Space
+    from kvd.tiers.transfer import Loaded
+    from kvd_client.identity import Layout
+
+FORM_FRAME = 1
+"""A codec frame, which says itself which form it is."""
+UNREAD_BYTES_S = 2e9
+"""Taken for the rate of a disk not read yet, for FP8: zstd on top of it takes a sixth off the bytes
+and makes encoding five times slower (bench.codec), so it has to be known to pay."""
+
+
+class Forms:
+    """Encodes and decodes."""
+
+    def __init__(self, wanted: Form, threads: int, view_of: Callable[[Slot], memoryview]) -> None:
+        """Start the threads' pool.
+
+        Args:
+            wanted: The form to write where it is allowed.
+            threads: For the work.
+            view_of: Gives the bytes of a slot.
+        """
+        self._wanted = wanted
+        self._threads = threads
+        self._view_of = view_of
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+        self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
+        self._unzstd = Rate()
+        self.note = ""
+        """Why the wanted form is not written, for the operator."""
+        if wanted not in codec.available_forms():
+            self.note = f"form {wanted} needs numba and zstandard: writing raw"
+
+    async def warm_up(self) -> None:
+        """Compile what is needed before it is."""
+        if self._wanted != "raw" and not self.note:
+            await asyncio.get_running_loop().run_in_executor(self._pool, codec.warm_up)
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        self._pool.shutdown(wait=True)
+
+    def of(self, space: Space) -> Form:
+        """Return the form to write for a namespace: a lossy one only where it allows it."""
+        if self.note:
+            return "raw"
+        if self._wanted == "fp8" and not space.lossy:
+            return "lossless"
+        return self._wanted
+
+    async def encode(
+        self, space: Space, form: Form, slots: Sequence[Slot], disk_bytes_s: float
+    ) -> list[Part]:
+        """Bring objects into a form, by rising column.
+
+        Args:
+            space: Whose.
+            form: As from `of`.
+            slots: Where they are; they must stay as they are meanwhile.
+            disk_bytes_s: How fast the tier reads, 0 if that is not known: whether zstd pays.
+        """
+        loop = asyncio.get_running_loop()
+        parts = []
+        for slot in sorted(slots, key=lambda slot: slot.column):
+            source = self._view_of(slot)
+            if form == "raw":
+                parts.append(Part(slot.column, FORM_RAW, slot.size_bytes, source))
+                continue
+            shape = _shape(space.layout, slot.column)
+            used = codec.usable_form(form, shape)
+            chooser = self._choosers.setdefault((space, used), codec.Chooser())
+            planes = chooser.next_planes(self._rates(used, disk_bytes_s))
+            out = aligned_memory(codec.frame_bytes_max(used, shape))
+            encoded = await loop.run_in_executor(
+                self._pool, _encode_one, used, shape, source, out, planes
+            )
+            chooser.record(encoded)
+            parts.append(Part(slot.column, FORM_FRAME, slot.size_bytes, out[: encoded.size_bytes]))
+        return parts
+
+    def _rates(self, form: Form, disk_bytes_s: float) -> codec.Rates:
+        assumed = UNREAD_BYTES_S if form == "fp8" else 0.0
+        return codec.Rates(disk_bytes_s or assumed, self._unzstd.per_s or 1e9, self._threads)
+
+    async def decode(self, space: Space, slot: Slot, item: Loaded, into: memoryview) -> None:
+        """Bring an object that was read into its slot.
+
+        Raises:
+            Corrupt: It is not of the layout's size, or in a form this release does not know.
+            CorruptFrame: It is damaged.
+            CodecMissing: A library is not installed.
+        """
+        if item.raw_bytes != slot.size_bytes:
+            raise Corrupt("an object of another size than its layout's")
+        if item.form == FORM_RAW:
+            return  # it was read into the slot
+        if item.form != FORM_FRAME:
+            raise Corrupt("a form this release does not know")
+        decoded = await asyncio.get_running_loop().run_in_executor(
+            self._pool, codec.decode, item.stored, _shape(space.layout, slot.column), into
+        )
+        self._unzstd.observe(decoded.unzstd_bytes, decoded.unzstd_ns / 1e9)
+
+
+def _encode_one(
+    form: Form, shape: codec.ObjectShape, source: memoryview, out: memoryview, planes: int
+) -> codec.Encoded:
+    return codec.encode(form, shape, source, out, planes=planes)
+
+
+def _shape(layout: Layout, column: int) -> codec.ObjectShape:
+    group = layout.group_of(column)
+    return codec.shape_of(layout, group) or codec.flat_shape(layout, group)
