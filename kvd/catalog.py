@@ -258,7 +258,7 @@ class Catalog:
             return Status.NO_SPACE, None
         slot.chunk, slot.column, slot.deadline_ns = chunk, column, deadline_ns
         chunk.put(column, slot)
-        self.counters.objects_reserved += 1
+        self.counters.objects_reserved += owner != DAEMON
         self.fillings.add(slot)
         return Status.OK, slot
 
@@ -296,8 +296,9 @@ class Catalog:
         chunk.mask |= 1 << slot.column
         chunk.size_bytes += slot.size_bytes
         chunk.filling -= 1
-        self.counters.objects_published += 1
-        self.counters.bytes_published += slot.size_bytes
+        if owner != DAEMON:  # promotions have counters of their own
+            self.counters.objects_published += 1
+            self.counters.bytes_published += slot.size_bytes
         self._touch(chunk)
         self._settle(chunk, was_warm=True)
         return Status.OK

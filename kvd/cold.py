@@ -34,7 +34,7 @@ from kvd_client.identity import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvd.catalog import Catalog, Cold, Cold
+    from kvd.catalog import Catalog, Cold
     from kvd.config_nvme import NvmeKnobs
     from kvd.entry import Chunk, Slot, Space
     from kvd.tiers.host import HostTier

@@ -25,6 +25,7 @@ PACKAGES: Final = {"kvd": ROOT / "kvd", "kvd_client": ROOT / "client" / "kvd_cli
 
 PURE: Final = frozenset(
     {
+        "kvd.admission",
         "kvd.audit",
         "kvd.catalog",
         "kvd.cost",
