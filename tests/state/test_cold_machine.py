@@ -408,7 +408,7 @@ class ColdMachine(CatalogMachine):
                 durable[move.node] = Below(self.place(), columns, move.lossy)
         for node in chance.sample(sorted(durable), min(lost, len(durable))):
             del durable[node]
-        self.start()
+        self.start(self.policy)
         for tenant in SHARES:
             for name, layout in LAYOUTS.items():
                 world = World(tenant, name)

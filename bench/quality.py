@@ -1,0 +1,356 @@
+"""What the cold forms do to a model's answers.
+
+    python -m bench.quality [--json] [--tokens 4096] [--after 1024] [--new-tokens 200]
+
+The demo's model (SmolLM2-135M-Instruct, computed in float32) reads the first part of a text; its KV
+is rounded to bfloat16, as engines keep it, cut into objects in the layout of
+`kvd_client.transformers`, and goes through a cold form (`kvd.codec`) and back. Then the model goes
+on from that KV. The texts come with Python: the language's reference (`pydoc_data.topics`), and a
+module's source (`argparse`).
+
+    perplexity      of the text after the first part; `fp8_perplexity_cost_pct` is how much higher it
+                    is than with bfloat16, over both texts together; `bf16_..._pct` the same of
+                    bfloat16 over the float32 that the model computed
+    top1_agreement  of the tokens after the first part: the same most likely next token as bf16
+    greedy          tokens generated on, without a teacher: the share that are the same as with bf16
+                    at the same place, and how many are the same before the first that is not
+    retrieval       five-digit keys in a list of some 1,000 tokens, asked for at several depths;
+                    the share answered right. The last, incomplete chunk never leaves the engine
+    lossless        every bit of every object is compared
+
+Deterministic but for the order of sums in threads. `seconds` is how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from bench import codec as bench_codec
+from bench._table import report
+from kvd import codec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from kvd.codec import Form
+
+    Figures = dict[str, object]
+    Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+TEXTS: Final = ("pydoc_data.topics", "argparse")
+CHUNK_TOKENS: Final = bench_codec.CHUNK_TOKENS
+PIECE_TOKENS: Final = 512
+KEYS: Final = 40
+DEPTHS: Final = (2, 9, 16, 23, 30)
+LISTS: Final = 3
+ANSWER_TOKENS: Final = 8
+WORDS: Final = (
+    "amber anchor basket beacon candle canyon cedar copper coral cotton crystal desert ember falcon "
+    "feather forest garden glacier granite harbor hazel island ivory jasmine lantern lemon maple "
+    "marble meadow mirror ocean olive orchid pepper pillar quartz raven saddle silver velvet"
+).split()
+
+
+def text_of(module: str) -> str:
+    """Read a module's source; of the reference, its prose."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    if module == "pydoc_data.topics":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+class Prefix(NamedTuple):
+    """The KV of a first part, in float32 as it was computed, and the part's tokens."""
+
+    layers: Layers
+    tokens: int
+
+
+class Model:
+    """The demo's model, with caches made by hand."""
+
+    def __init__(self) -> None:
+        """Load it."""
+        import torch
+        import transformers
+
+        from kvd.demo import model as demo_model
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._torch = torch
+        self._net, self.tokenizer = demo_model.load()
+
+    def ids(self, text: str) -> list[int]:
+        """Encode a text as it is."""
+        found: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return found
+
+    def read(self, ids: Sequence[int], cache: object = None) -> tuple[torch.Tensor, Any]:
+        """Read tokens on top of a cache; return their logits, (tokens, words), and the cache."""
+        with self._torch.no_grad():
+            inputs = self._torch.tensor([ids])
+            out = self._net(inputs, past_key_values=cache, use_cache=True)
+        return out.logits[0], out.past_key_values
+
+    def prefix(self, ids: Sequence[int]) -> Prefix:
+        """Compute the KV of a first part."""
+        cache: Any = None
+        with self._torch.no_grad():
+            for at in range(0, len(ids), PIECE_TOKENS):
+                inputs = self._torch.tensor([ids[at : at + PIECE_TOKENS]])
+                out = self._net(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = out.past_key_values
+        return Prefix([(layer.keys, layer.values) for layer in cache.layers], len(ids))
+
+    def cache(self, layers: Layers) -> Any:  # noqa: ANN401 - a DynamicCache
+        """Make a cache of KV; the KV itself stays as it is."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._net.config)
+        layer: Any
+        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+        return cache
+
+    def losses(self, layers: Layers, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Read on; return each token's loss but the first's, and the likeliest next ones."""
+        cache = self.cache(layers)
+        losses: list[float] = []
+        best: list[int] = []
+        for at in range(0, len(ids) - 1, PIECE_TOKENS):
+            piece = ids[at : min(at + PIECE_TOKENS, len(ids) - 1)]
+            logits, cache = self.read(piece, cache)
+            targets = self._torch.tensor(ids[at + 1 : at + 1 + len(piece)])
+            found = self._torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            losses += found.tolist()
+            best += logits.argmax(dim=-1).tolist()
+        return losses, best
+
+    def generate(self, layers: Layers, ids: Sequence[int], count: int) -> list[int]:
+        """Read the last tokens of a prompt and go on greedily, also past an end token."""
+        logits, cache = self.read(ids, self.cache(layers))
+        found: list[int] = []
+        while True:
+            found.append(int(logits[-1].argmax()))
+            if len(found) == count:
+                return found
+            logits, cache = self.read(found[-1:], cache)
+
+
+# ------------------------------------------------------------------------- through a form
+
+
+class Forms:
+    """Takes KV through the cold forms, object by object, and compares."""
+
+    def __init__(self) -> None:
+        """Compile what has to be."""
+        import torch
+
+        from kvd_client.hf_model import ORDER
+
+        assert bench_codec.ORDERS["_heads"] == ORDER  # the layout of kvd_client.transformers
+        self._torch = torch
+        codec.warm_up()
+        self.objects = 0
+        self.bit_exact = True
+        self._squares = np.zeros(2)
+
+    def through(self, layers: Layers) -> tuple[Layers, Layers]:
+        """Return KV rounded to bfloat16, and that after FP8; float32 both, lossless checked."""
+        pairs = [self._torch.cat([keys, values]) for keys, values in layers]
+        rounded = self._torch.stack(pairs).bfloat16()  # (layers, 2, heads, tokens, dim)
+        bits = rounded.view(self._torch.int16).numpy().view(np.uint16)
+        assert bits.shape[3] % CHUNK_TOKENS == 0
+        shape, objects = bench_codec.cut(bits, bench_codec.ORDERS["_heads"])
+        near = np.empty_like(bits)
+        for index, source in enumerate(objects):
+            self.objects += 1
+            exact = self._back("lossless", shape, source)
+            self.bit_exact = self.bit_exact and bool(np.array_equal(exact, source))
+            chunk = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
+            part = near[:, :, :, chunk]
+            part[...] = self._back("fp8", shape, source).reshape(part.shape)
+        same = self._torch.from_numpy(near.view(np.int16)).view(self._torch.bfloat16)
+        error = (same.float() - rounded.float()).square().sum().item()
+        self._squares += (error, rounded.float().square().sum().item())
+        return self._layers(rounded), self._layers(same)
+
+    @staticmethod
+    def _back(form: Form, shape: codec.ObjectShape, source: bench_codec.Bits) -> bench_codec.Bits:
+        """Encode an object with all compression there is, and decode it."""
+        out = bytearray(codec.frame_bytes_max(form, shape))
+        size = codec.encode(form, shape, source, out, planes=codec.ALL_PLANES).size_bytes
+        back = np.empty_like(source)
+        codec.decode(memoryview(out)[:size], shape, back)
+        return back
+
+    def _layers(self, kv: torch.Tensor) -> Layers:
+        wide = kv.float()
+        return [(pair[0].unsqueeze(0), pair[1].unsqueeze(0)) for pair in wide]
+
+    @property
+    def error(self) -> float:
+        """FP8's relative error over everything so far."""
+        return float(np.sqrt(self._squares[0] / self._squares[1]))
+
+
+# ------------------------------------------------------------------------- what is asked
+
+
+def share_same(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return at how many places two lists are the same, as a share."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def first_other(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many are the same before the first that is not."""
+    return next(
+        (i for i, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1), len(one)
+    )
+
+
+def texts(model: Model, forms: Forms, counts: tuple[int, int, int]) -> Figures:
+    """Measure perplexity and agreement."""
+    tokens, after, new_tokens = counts
+    losses: dict[str, list[float]] = {"f32": [], "bf16": [], "fp8": []}
+    top1, greedy, same = [], [], []
+    figures: Figures = {}
+    for module in TEXTS:
+        progress(f"{module}: reading {tokens} tokens")
+        ids = model.ids(text_of(module)[: 12 * (tokens + after)])[: tokens + after]
+        assert len(ids) == tokens + after, "the text is too short"
+        prefix = model.prefix(ids[:tokens])
+        rounded, near = forms.through(prefix.layers)
+        own: dict[str, list[float]] = {}
+        best: dict[str, list[int]] = {}
+        for name, layers in (("f32", prefix.layers), ("bf16", rounded), ("fp8", near)):
+            progress(f"{module}: {name}, {after} tokens on")
+            own[name], best[name] = model.losses(layers, ids[tokens:])
+            losses[name] += own[name]
+            figures[f"{name}_perplexity_{module.rpartition('.')[2]}"] = perplexity(own[name])
+        top1.append(share_same(best["bf16"], best["fp8"]))
+        progress(f"{module}: generating {new_tokens} tokens twice")
+        start = ids[tokens : tokens + 1]
+        answers = [model.generate(layers, start, new_tokens) for layers in (rounded, near)]
+        greedy.append(share_same(*answers))
+        same.append(first_other(*answers))
+    f32, bf16, fp8 = (perplexity(losses[name]) for name in ("f32", "bf16", "fp8"))
+    return figures | {
+        "bf16_perplexity": bf16,
+        "fp8_perplexity": fp8,
+        "fp8_perplexity_cost_pct": 100 * (fp8 / bf16 - 1),
+        "bf16_perplexity_cost_pct": 100 * (bf16 / f32 - 1),
+        "fp8_top1_agreement": sum(top1) / len(top1),
+        "fp8_greedy_agreement": sum(greedy) / len(greedy),
+        "fp8_greedy_same_first": same,
+    }
+
+
+def perplexity(losses: Iterable[float]) -> float:
+    """Return the perplexity of losses."""
+    values = list(losses)
+    return math.exp(sum(values) / len(values))
+
+
+def retrieval(model: Model, forms: Forms) -> Figures:
+    """Ask for keys at several depths of lists of keys."""
+    right = {"bf16": 0, "fp8": 0}
+    alike = asked = longest = 0
+    for seed in range(LISTS):
+        order = random.Random(seed)
+        names = order.sample(WORDS, KEYS)
+        keys = {name: order.randrange(10_000, 100_000) for name in names}
+        lines = [f"The key of the {name} door is {key}." for name, key in keys.items()]
+        document = model.ids("Remember these keys.\n\n" + "\n".join(lines) + "\n\n")
+        whole = len(document) // CHUNK_TOKENS * CHUNK_TOKENS
+        longest = max(longest, len(document))
+        progress(f"list {seed + 1} of {LISTS}, {len(document)} tokens")
+        variants = dict(
+            zip(right, forms.through(model.prefix(document[:whole]).layers), strict=True)
+        )
+        for depth in DEPTHS:
+            asked += 1
+            question = document[whole:] + model.ids(
+                f"As said, the key of the {names[depth]} door is"
+            )
+            answers = {
+                name: model.generate(layers, question, ANSWER_TOKENS)
+                for name, layers in variants.items()
+            }
+            alike += answers["bf16"] == answers["fp8"]
+            for name, answer in answers.items():
+                text: str = model.tokenizer.decode(answer)
+                right[name] += text.strip().startswith(str(keys[names[depth]]))
+    return {
+        "bf16_retrieval": right["bf16"] / asked,
+        "fp8_retrieval": right["fp8"] / asked,
+        "retrieval_same_answer": alike / asked,
+        "retrieval_asked": asked,
+        "retrieval_tokens": longest,
+    }
+
+
+def progress(text: str) -> None:
+    """Say what is done now."""
+    print(f"bench.quality: {text}", file=sys.stderr, flush=True)
+
+
+def measure(tokens: int, after: int, new_tokens: int) -> Figures:
+    """Measure everything; see the module for the names."""
+    started = time.perf_counter()
+    model, forms = Model(), Forms()
+    figures: Figures = {"tokens": tokens, "after": after, "new_tokens": new_tokens}
+    figures |= texts(model, forms, (tokens, after, new_tokens))
+    figures |= retrieval(model, forms)
+    return figures | {
+        "fp8_relative_error": forms.error,
+        "lossless_bit_exact": forms.bit_exact,
+        "objects": forms.objects,
+        "seconds": time.perf_counter() - started,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def main() -> int:
+    """Measure and print; 1 if lossless is not, 2 without the model."""
+    parser = argparse.ArgumentParser(prog="bench.quality", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the first part")
+    parser.add_argument("--after", type=int, default=1024, help="read after it")
+    parser.add_argument("--new-tokens", type=int, default=200, help="generated after it")
+    arguments = parser.parse_args()
+    tokens: int = arguments.tokens
+    if tokens < CHUNK_TOKENS or tokens % CHUNK_TOKENS or tokens + arguments.after > 8192:
+        parser.error(f"--tokens must be a multiple of {CHUNK_TOKENS}, and all at most 8192")
+    from kvd.demo.model import ModelMissing
+
+    try:
+        figures = measure(tokens, arguments.after, arguments.new_tokens)
+    except ModelMissing as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    report("answers from KV that was cold", figures, as_json=arguments.json)
+    return 0 if figures["lossless_bit_exact"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
