@@ -32,7 +32,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv with everything; again only when pyproject or constraints change
 	@:
 
-demo: setup  ## show what kvd does: two engines, one cache
+demo: setup  ## show what kvd does: engines that share a prefix, a restart in between
 	@$(PY) -m kvd demo $(ARGS)
 
 test: setup  ## run all tests

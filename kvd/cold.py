@@ -25,7 +25,7 @@ from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault
 from kvd.forms import FORM_FRAME, Forms
-from kvd.tiers.disk import Corrupt, TierError, TierFailed
+from kvd.tiers.disk import Corrupt, NoSpace, TierError, TierFailed
 from kvd.tiers.region import Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
 from kvd.types import Tenant
@@ -53,6 +53,8 @@ PROMOTIONS_MAX = 16
 """Reading at once; more wait their turn."""
 WAKE_S = 0.1
 """Longest sleep of the mover while there may be something to do."""
+FULL_S = 2.0
+"""After so long without room below, stores no longer wait for it."""
 UNREADABLE_S = 5.0
 """For how long nothing cold is offered after a read that the disk failed."""
 RETRY_S = 1.0
@@ -77,7 +79,7 @@ class ColdTier:
         self._promotions: dict[Chunk, list[Done]] = {}
         self._stored: dict[Space, StoredSpace] = {}
         self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
-        self._unreadable_until_ns = 0
+        self._unreadable_until_ns = self._full_since_ns = 0
         self._closing = False
         self._reclaiming = False
         self._broken: list[tuple[bytes, bytes, int]] = []
@@ -192,17 +194,18 @@ class ColdTier:
 
     def _look_at_health(self) -> None:
         """Let the catalog rely on the tier as far as its state allows."""
-        state, eviction = self.store.state, self._catalog.eviction
-        failed_lately = self._now_ns() < self._unreadable_until_ns
-        self._catalog.cold_readable = not (failed_lately or self._closing)
-        if state == "open" and not eviction.demoting:
-            eviction.begin_demoting(
-                chunk for space in self._catalog.spaces.values() for chunk in space.chunks.values()
-            )
+        state, eviction, now_ns = self.store.state, self._catalog.eviction, self._now_ns()
+        self._catalog.cold_readable = not (now_ns < self._unreadable_until_ns or self._closing)
+        full = self._full_since_ns and now_ns - self._full_since_ns > FULL_S * 1e9
+        takes_in = state == "open" and not (full and self._short_of_regions())
+        if takes_in and not eviction.demoting:
+            pool = self._catalog.pool  # of a million chunks, those in host slots are few
+            slots = [s for t in pool.shares for b in pool.slabs_of(t) for s in b.slots.values()]
+            eviction.begin_demoting({slot.chunk for slot in slots if slot.chunk is not None})
             _LOG.info("nvme takes in again")
-        elif state != "open" and eviction.demoting:
+        elif not takes_in and eviction.demoting:
             eviction.demoting = False
-            _LOG.warning("nvme takes nothing in", state=state)
+            _LOG.warning("nvme takes nothing in", state="full" if state == "open" else state)
 
     # ---------------------------------------------------------------- down
 
@@ -231,7 +234,17 @@ class ColdTier:
             eviction.pressed.discard(tenant)
 
     async def _demote(self, chunk: Chunk, slots: list[Slot]) -> None:
-        """Write one chunk down; whatever fails, it stays as it was (K4)."""
+        """Write one chunk down, and pause if there was no room: the reclaim is on its way."""
+        try:
+            written = await self._write_down(chunk, slots)
+            if not written and self.store.state == "open":
+                await asyncio.sleep(RETRY_S)
+        finally:
+            self._demotions -= 1
+            self.wake()
+
+    async def _write_down(self, chunk: Chunk, slots: list[Slot]) -> bool:
+        """Write one chunk down; whatever fails, it stays as it was (K4). False: try again later."""
         mask = sum(1 << slot.column for slot in slots)
         form = self.forms.of(chunk.space)
         cold, old, kept = None, chunk.cold, chunk.cold_mask & ~mask
@@ -249,6 +262,7 @@ class ColdTier:
             ref = await self.store.write(bundle)
             maybe_fault("demote.after_write")
             cold = (ref, mask | kept, lossy)
+            self._full_since_ns = 0
             self._admission.entered(ref.region, self._now_ns())
             self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
         except ValueError as error:  # larger than a region, whatever its objects became
@@ -258,15 +272,15 @@ class ColdTier:
         except TierError as error:
             self._catalog.counters.demotions_failed += 1
             _LOG.limited("demotion failed", why=str(error))
+            if isinstance(error, NoSpace):
+                self._full_since_ns = self._full_since_ns or self._now_ns()
             if isinstance(error, Corrupt) and old is not None:
                 await self._forget(chunk, Ref(*old))
-            elif self.store.state == "open":
-                await asyncio.sleep(RETRY_S)  # no room down there: the reclaim is on its way
+            return False
         finally:
-            self._demotions -= 1
             self._catalog.end_demotion(chunk, cold)
             maybe_fault("demote.after_end")
-            self.wake()
+        return True
 
     @staticmethod
     def _now_ns() -> int:

@@ -28,12 +28,14 @@ from kvd_client.identity import Group, Layout
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from kvd.entry import Chunk, Space
     from kvd.tiers.disk import TierError
     from kvd.tiers.host import HostTier
     from kvd.tiers.nvme import NvmeStore
+
+    Scene = Callable[["World"], Coroutine[Any, Any, None]]
 
 PAGE: Final = 4096
 PLACES: Final = 8
@@ -306,3 +308,60 @@ class World:
     def filling_bytes(self) -> int:
         """Bytes of slots that are being filled."""
         return self.catalog.quota.used(TENANT, Resource.FILLING_BYTES)
+
+
+NAMES: Final = chain("a", 4)
+
+
+def play(scene: Scene, **options: Any) -> None:
+    """Run a scene in a world with a mover."""
+
+    async def main() -> None:
+        world = World(**options)
+        async with world.running():
+            await scene(world)
+
+    asyncio.run(main())
+
+
+def play_again(scene: Scene, hashes: list[bytes] = NAMES, hint: int = 0, **options: Any) -> None:
+    """Run a scene in a world that finds a chain in its store."""
+
+    async def main() -> None:
+        before = World()
+        before.put_cold(hashes, options.pop("layout", PLAIN), hint=hint)
+        world = World(store=before.store, **options)
+        async with world.running():
+            await scene(world)
+
+    asyncio.run(main())
+
+
+class Waiter:
+    """Waits for a promotion, with the pin that this takes."""
+
+    def __init__(self, world: World, chunk: Chunk) -> None:
+        self.world, self.chunk = world, chunk
+        self.heard: list[bool] = []
+        world.catalog.pin([chunk])
+        self.begun = world.cold.promote(chunk, self.hear)
+
+    def hear(self, read: bool) -> None:  # noqa: FBT001 - as the tier calls it
+        self.heard.append(read)
+
+    def leave(self) -> None:
+        """Stop waiting."""
+        self.world.cold.leave(self.chunk, self.hear)
+        self.world.catalog.unpin([self.chunk])
+
+
+def only_space(world: World) -> Space:
+    """Return the one space there is."""
+    (space,) = world.catalog.spaces.values()
+    return space
+
+
+def chunks_of(world: World, hashes: list[bytes] = NAMES) -> list[Chunk]:
+    """Return a chain's chunks."""
+    space = only_space(world)
+    return [space.chunks[key] for key in hashes]

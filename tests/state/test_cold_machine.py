@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 Node = tuple[World, Path]
 
+tenants = st.sampled_from(sorted(SHARES))
+layouts = st.sampled_from(sorted(LAYOUTS))
 mostly = st.sampled_from([True, True, False])
 
 
@@ -98,7 +100,7 @@ class ColdMachine(CatalogMachine):
         return World(chunk.space.tenant, name)
 
     @precondition(lambda self: self.model.demoting)
-    @rule(tenant=st.sampled_from(sorted(SHARES)))
+    @rule(tenant=tenants)
     def demote(self, tenant: Tenant) -> None:
         """The order names a chunk exactly if there is one to be written; it begins to move."""
         chunk = self.catalog.eviction.demotable(tenant)
@@ -320,30 +322,30 @@ class ColdMachine(CatalogMachine):
 
     # ---------------------------------------------------------------- more of it
 
-    @rule(tenant=st.sampled_from(sorted(SHARES)), name=st.sampled_from(sorted(LAYOUTS)), path=paths)
-    def chill(self, tenant: Tenant, name: str, path: Path) -> None:
-        """A chain is stored, goes down, and leaves its host slots, tail first."""
+    @rule(tenant=tenants, name=layouts, path=paths, lossy=st.booleans(), rejected=st.booleans())
+    def chill(self, tenant: Tenant, name: str, path: Path, lossy: bool, rejected: bool) -> None:  # noqa: FBT001
+        """A chain is stored, goes down, and leaves its host slots, tail first; and comes again."""
         world = World(tenant, name)
         self.store_all(tenant, name, path)
-        self.settle(tenant)
+        self.settle(tenant, lossy=lossy)
         for depth in range(len(path), 0, -1):
             chunk = self.chunk(world, path[:depth])
             if chunk is None or not chunk.evictable:
-                break
+                return
+            if rejected and depth < len(path):
+                self.catalog.reject(chunk)
             self.catalog.evict(chunk)
             gone = {key for key in self.model.published if key[:2] == (world, path[:depth])}
             self.model.remove(gone)
+        if rejected:
+            self.store_all(tenant, name, path)
 
-    @rule(tenant=st.sampled_from(sorted(SHARES)), path=paths, rank=st.integers(0, 1), up=mostly)
+    @rule(tenant=tenants, path=paths, rank=st.integers(0, 1), up=mostly)
     def chill_part(self, tenant: Tenant, path: Path, rank: int, up: bool) -> None:  # noqa: FBT001
         """One rank of two stores its part, and it goes down; with `up`, it stays up as well."""
         world = World(tenant, "hybrid")
         for depth in range(len(path)):
-            self.join(tenant, "hybrid", rank)
-            owner, member = list(self.members.items())[-1]
-            for generation in self.store(
-                owner, member, path[: depth + 1], depth, 3, deadline=self.now
-            ):
+            for generation in self.fill(world, path[: depth + 1], rank):
                 self.finish(generation)
         self.settle(tenant)
         chunk = self.chunk(world, path)
@@ -351,16 +353,39 @@ class ColdMachine(CatalogMachine):
             self.catalog.evict(chunk)
             self.model.remove({key for key in self.model.published if key[:2] == (world, path)})
 
-    def settle(self, tenant: Tenant) -> None:
+    def fill(self, world: World, path: Path, rank: int) -> list[int]:
+        """Reserve a rank's objects of a chunk, as a new session."""
+        self.join(world.tenant, world.layout, rank)
+        owner, member = list(self.members.items())[-1]
+        return self.store(owner, member, path, len(path) - 1, 3, deadline=self.now + 9)
+
+    def settle(self, tenant: Tenant, *, lossy: bool = False) -> None:
         """Write down what can be written down, at the second try."""
-        while (
-            self.model.demoting and (chunk := self.catalog.eviction.demotable(tenant)) is not None
-        ):
+        eviction = self.catalog.eviction
+        while self.model.demoting and (chunk := eviction.demotable(tenant)) is not None:
             self.begin_down(chunk)
             self.end_down(self.model.moves[-1], good=False, lossy=False)
-            assert self.catalog.eviction.demotable(tenant) is chunk, "a failure changes no order"
+            assert eviction.demotable(tenant) is chunk, "a failure changes no order"
             self.begin_down(chunk)
-            self.end_down(self.model.moves[-1], good=True, lossy=False)
+            self.end_down(self.model.moves[-1], good=True, lossy=lossy)
+
+    @rule(tenant=tenants, name=layouts, path=paths, good=mostly, rank=st.integers(0, 1))
+    def crowd(self, tenant: Tenant, name: str, path: Path, good: bool, rank: int) -> None:  # noqa: FBT001
+        """Stores press, in a slot or two of the chunks that are on their way up and down."""
+        chunk = self.catalog.eviction.demotable(tenant)
+        if chunk is not None:
+            self.begin_down(chunk)
+        for node in [node for node in self.risable() if node[0].tenant == tenant][:2]:
+            if rank and node[1][:-1] in {(), *self.model.nodes(node[0])}:
+                self.fill(*node, rank % LAYOUTS[node[0].layout].ranks)
+            if node in self.risable():
+                self.begin_up(node)
+        self.store_all(tenant, name, path)
+        for move in [move for move in self.model.moves if move.node[0].tenant == tenant]:
+            if move.up:
+                self.end_up(move, read=good)
+            else:
+                self.end_down(move, good=good, lossy=False)
 
     @precondition(lambda self: self.model.below)
     @rule(pick=picks, first=st.integers(0, 1), ttl=times, reading=st.booleans())
@@ -382,7 +407,7 @@ class ColdMachine(CatalogMachine):
             self.catalog.eviction.begin_demoting(chunks)
         self.catalog.eviction.demoting = self.model.demoting = demoting
 
-    @rule(tenant=st.sampled_from(sorted(SHARES)), name=st.sampled_from(sorted(LAYOUTS)), path=paths)
+    @rule(tenant=tenants, name=layouts, path=paths)
     def store_newest(self, tenant: Tenant, name: str, path: Path) -> None:
         """The newest gets in once all that is dirty is clean: full is no refusal then either."""
         if any(move.node[0].tenant == tenant for move in self.model.moves):

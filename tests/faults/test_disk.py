@@ -1,0 +1,344 @@
+"""A real daemon whose disk is full, fails or stalls: host memory goes on, NVMe comes back.
+
+Full: small file systems of their own, filled from outside (as root, otherwise skipped). Failing and
+stalling: a library that is loaded into the daemon before libc (with a C compiler, otherwise
+skipped).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+import kvd_client
+from kvd import check as kvd_check
+from kvd import statpage
+from kvd_client.paths import stat_page_name
+from tests.daemon_fixture import load, namespace, small_layout, store, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bench._daemon import DaemonProcess
+
+    MakeDaemon = Callable[..., DaemonProcess]
+
+CONFIG: Final = """
+[nvme]
+directory = "{directory}"
+bytes = "{size}"
+region_bytes = "2MiB"
+form = "raw"
+flush_s = 2.0
+"""
+HOST_BYTES: Final = 8 << 20
+MOUNT_BYTES: Final = 40 << 20
+RECOVERY_S: Final = 10.0
+SOURCE: Final = Path(__file__).with_name("faultydisk.c")
+
+
+class Rig:
+    """A daemon with an NVMe tier somewhere, and a client that expects no error ever."""
+
+    def __init__(self, make_daemon: MakeDaemon, directory: Path, tmp_path: Path, size: str) -> None:
+        config = tmp_path / "kvd.toml"
+        config.write_text(CONFIG.format(directory=directory, size=size))
+        self.directory = directory
+        self.daemon = make_daemon(host_bytes=HOST_BYTES, arguments=["--config", str(config)])
+        self.start()
+
+    def start(self) -> None:
+        """Start the daemon and connect."""
+        self.daemon.start()
+        self.client = kvd_client.connect(
+            self.daemon.socket,
+            namespace=namespace(),
+            layout=small_layout(),
+            required=True,
+            wait_s=20.0,
+        )
+
+    def restart(self) -> None:
+        """Stop it in order, and start it again: nothing is in host memory then."""
+        self.client.close()
+        assert self.daemon.stop() == 0
+        self.start()
+
+    def chain(self, seed: int, chunks: int = 16) -> list[bytes]:
+        """Return the hashes of a chain."""
+        return self.client.chunk_hashes(tokens(chunks, seed=seed))
+
+    def store(self, seed: int, limit_s: float, chunks: int = 16) -> list[bytes]:
+        """Store a chain; all of it gets in within a time."""
+        chain = self.chain(seed, chunks)
+        first, deadline = 0, time.monotonic() + limit_s
+        while first < chunks:
+            first += store(self.client, chain, first)
+            assert time.monotonic() < deadline, self.page()
+        return chain
+
+    def page(self) -> dict[str, Any]:
+        """Read the statistics page."""
+        return dict(statpage.read(stat_page_name(self.daemon.socket)).stats)
+
+    def wait(self, holds: Callable[[dict[str, Any]], bool], limit_s: float) -> dict[str, Any]:
+        """Wait until the statistics say so; return them."""
+        deadline = time.monotonic() + limit_s
+        while not holds(page := self.page()):
+            assert self.daemon.process.poll() is None, self.daemon.log.read_text()[-2000:]
+            assert time.monotonic() < deadline, page
+            time.sleep(0.05)
+        return page
+
+    def wait_durable(self, limit_s: float = RECOVERY_S) -> dict[str, Any]:
+        """Wait until the tier is open and nothing is the only copy."""
+        settled = time.monotonic() + 0.5  # a page is at most that old
+        return self.wait(
+            lambda s: (
+                s["nvme"]["state"] == "open"
+                and s["nvme"]["dirty_bytes"] == 0
+                and time.monotonic() > settled
+            ),
+            limit_s,
+        )
+
+    def finish(self, *chains: list[bytes]) -> None:
+        """Everything that is offered after a restart has its bytes, and the store is whole."""
+        self.restart()
+        for chain in chains:
+            assert load(self.client, chain) == len(chain)
+        self.client.close()
+        assert self.daemon.stop() == 0
+        assert kvd_check.check(self.directory).good
+
+
+# ---------------------------------------------------------------------------------- full
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of MOUNT_BYTES."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={MOUNT_BYTES}", "tmpfs", str(where)]
+    if request.param == "ext4":
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("no mkfs.ext4 here")
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(MOUNT_BYTES)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+        mount = ["mount", "-o", "loop", str(image), str(where)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount {request.param} here: {done.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def fill_up(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb", buffering=0) as file:
+        for piece in (1 << 20, 4096):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(piece))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_disk_that_somebody_else_fills(
+    small_disk: Path, make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """Full: stores and loads go on, in host memory; emptied: NVMe takes in again, by itself."""
+    rig = Rig(make_daemon, small_disk / "nvme", tmp_path, "64MiB")
+    first = rig.store(1, 5.0)
+    rig.wait_durable()
+    fill_up(small_disk / "filler")
+    before = rig.page()["nvme"]["counters"]
+    newest = first
+    for seed in range(2, 40):  # 38 MiB: more than the tier below has room for
+        newest = rig.store(seed, 5.0)
+        assert load(rig.client, newest) == len(newest), "what was just stored is there"
+    page = rig.wait(lambda s: s["nvme"]["counters"]["refused_space"] > 0, RECOVERY_S)
+    assert page["nvme"]["used_bytes"] < MOUNT_BYTES
+    assert page["counters"]["sessions_ended_badly"] == 0
+    for seed in range(1, 40):
+        load(rig.client, rig.chain(seed))  # a miss at worst
+    assert before["refused_space"] == 0
+    (small_disk / "filler").unlink()
+    latest = rig.store(50, 5.0)
+    page = rig.wait_durable()
+    assert page["nvme"]["demoting"]
+    counters = page["nvme"]["counters"]
+    assert counters["openings"] == counters["closures"]
+    held = page["nvme"]["regions_held"]
+    for seed in range(60, 72):
+        rig.store(seed, 10.0)
+    page = rig.wait(lambda s: s["nvme"]["regions_held"] > held, RECOVERY_S)
+    rig.wait_durable()
+    rig.finish(latest)
+
+
+# ---------------------------------------------------------------------------------- failing, slow
+
+
+class FaultyDisk:
+    """What the library in the daemon does to its files."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(16))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 16)
+
+    def set(self, *, write: int = 0, read: int = 0, sync: int = 0, delay_ms: int = 0) -> None:
+        """Fail calls with these error numbers, and hold up every call; nothing said: be good."""
+        self._memory[:] = struct.pack("=4i", write, read, sync, delay_ms)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
+    """Have every daemon of the test use a disk that can be told to fail."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    library = tmp_path / "faultydisk.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True
+    )
+    disk = FaultyDisk(tmp_path / "control")
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("KVD_TEST_DISK", str(tmp_path / "control"))
+    return disk
+
+
+@pytest.fixture
+def rig(make_daemon: MakeDaemon, tmp_path: Path, faulty: FaultyDisk) -> Iterator[Rig]:
+    """Run a daemon over such a disk."""
+    made = Rig(make_daemon, tmp_path / "nvme", tmp_path, "64MiB")
+    yield made
+    faulty.set()
+    made.daemon.clean_up()
+    made.client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("kind", ["write", "sync"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_takes_nothing(rig: Rig, faulty: FaultyDisk, kind: str, code: int) -> None:
+    """The tier closes, is still read, host memory takes all; it opens when the disk works again."""
+    cold = rig.store(1, 5.0)
+    rig.wait_durable()
+    rig.restart()
+    faulty.set(**{kind: code})
+    for seed in range(2, 20):  # 18 MiB
+        newest = rig.store(seed, 5.0)
+        assert load(rig.client, newest) == len(newest)
+    page = rig.wait(lambda s: s["nvme"]["state"].startswith("closed"), RECOVERY_S)
+    assert not page["nvme"]["demoting"]
+    assert page["nvme"]["counters"]["closures"] >= 1
+    assert page["counters"]["demotions_failed"] >= 1
+    assert load(rig.client, cold) == len(cold), "reads go on"
+    faulty.set()
+    newest = rig.store(30, 5.0)
+    page = rig.wait_durable()
+    assert page["nvme"]["counters"]["openings"] == page["nvme"]["counters"]["closures"]
+    rig.finish(cold, newest)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_disk_that_cannot_be_read(rig: Rig, faulty: FaultyDisk) -> None:
+    """What is cold is a miss, at once after the first; what is warm is there; then all is back."""
+    cold = rig.store(1, 5.0)
+    rig.wait_durable()
+    rig.restart()
+    warm = rig.store(2, 5.0)
+    rig.wait_durable()
+    faulty.set(read=errno.EIO)
+    assert load(rig.client, cold) == 0
+    page = rig.wait(lambda s: s["counters"]["promotions_failed"] > 0, 5)
+    assert page["nvme"]["counters"]["errors_read"] > 0
+    assert rig.client.lookup(cold).chunks == 0, "nothing is offered that cannot be had"
+    assert load(rig.client, warm) == len(warm)
+    faulty.set()
+    deadline = time.monotonic() + RECOVERY_S
+    while load(rig.client, cold) != len(cold):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    rig.finish(cold, warm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_disk_that_stalls(rig: Rig, faulty: FaultyDisk) -> None:
+    """Every call takes two seconds more: nobody but who waits for the disk notices."""
+    cold = rig.store(1, 5.0)
+    rig.wait_durable()
+    rig.restart()
+    warm = rig.store(2, 5.0)
+    rig.wait_durable()
+    faulty.set(delay_ms=2000)
+    reader = kvd_client.connect(
+        rig.daemon.socket, namespace=namespace(), layout=small_layout(), required=True, wait_s=20
+    )
+    ticket = reader.begin_acquire(cold)
+    lags, waits, states = [], [], set()
+    newest = warm
+    end = time.monotonic() + 6.0
+    seed = 2
+    while time.monotonic() < end:
+        start = time.monotonic()
+        assert load(rig.client, warm) == len(warm)
+        assert rig.client.lookup(cold).chunks == len(cold)
+        waits.append(time.monotonic() - start)
+        seed += 1
+        newest = rig.store(seed, 3.0, chunks=2)
+        assert load(rig.client, newest) == 2
+        page = rig.page()
+        lags.append(page["loop_lag_ms"])
+        states.add(page["nvme"]["state"])
+        time.sleep(0.2)
+    assert median(lags) < 50
+    assert max(lags) < 500, "the loop never waits for the disk"
+    assert median(waits) < 0.1
+    assert "slow" in states
+    with reader.wait(ticket) as lease:
+        assert lease.chunks <= len(cold), "as much as came up in time"
+    reader.close()
+    faulty.set()
+    page = rig.wait_durable()
+    assert page["nvme"]["counters"]["stalls"] >= 1
+    assert load(rig.client, cold) == len(cold)
+    rig.finish(cold, warm, newest)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_stop_while_the_disk_stalls(rig: Rig, faulty: FaultyDisk) -> None:
+    """The daemon goes down in a bounded time, and what was durable before is there again."""
+    cold = rig.store(1, 5.0)
+    rig.wait_durable()
+    faulty.set(delay_ms=200)
+    rig.store(2, 5.0)
+    rig.client.close()
+    start = time.monotonic()
+    assert rig.daemon.stop(timeout_s=30) == 0
+    assert time.monotonic() - start < 20
+    faulty.set()
+    rig.start()
+    rig.finish(cold)
