@@ -14,10 +14,10 @@ What is timed, each beside the raw disk measured just before in the same round, 
                 until they are readable
 
 `raw_*_gbps` and `FORM_*_gbps` count an object's own bytes (bfloat16), whatever is on disk;
-`FORM_*_disk_share` is what kvd moved to or from disk, over the raw disk; `FORM_*_cpu` the cores that
-the daemon kept busy. Where the disk share is high the disk was the limit, else the codec or the CPU
-(`FORM_*_limit`). `demote_ratio` and `promote_ratio` are those of the form `raw`. `fp8_over_raw` is
-that of loading, which an engine waits for; both are there by name.
+`FORM_*_disk_share` is what kvd moved to or from disk, over the raw disk; `FORM_*_cpu` the cores
+that the daemon kept busy. Where the disk share is high the disk was the limit, else the codec or
+the CPU (`FORM_*_limit`). `demote_ratio` and `promote_ratio` are those of the form `raw`.
+`fp8_over_raw` is that of loading, which an engine waits for; both are there by name.
 
 Figures are medians over rounds, `_best` the best round, to trust on a machine that others use.
 """
@@ -135,7 +135,7 @@ class RawDisk:
         self._pool = ThreadPoolExecutor(THREADS)
 
     def write(self, count: int) -> float:
-        """Write so many records until they are synced; return seconds. The files are made before."""
+        """Make files, then write so many records until they are synced; return those seconds."""
         for number in range(-(-count // self._each)):
             path = self._directory / f"{number:08d}"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)

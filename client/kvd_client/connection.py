@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _GREETING_FDS = 2
 _RECEIVE_BYTES = 4096
-SPIN_NS = 25_000 if (os.cpu_count() or 1) > 1 and os.uname().machine == "x86_64" else 0
+SPIN_NS = 60_000 if (os.cpu_count() or 1) > 1 and os.uname().machine == "x86_64" else 0
 """How long to watch the ring before sleeping; only where stores are seen in their order."""
 BELLS_LEFT_MAX = 32
 """Most bells left in the socket by replies that were seen without them."""

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     MakeDaemon = Callable[..., DaemonProcess]
 
-ROUNDS: Final = -(-int(os.environ.get("KVD_POINT_KILLS", "0")) // len(POINTS)) or 2
+ROUNDS: Final = -(-int(os.environ.get("KVD_POINT_KILLS", "0")) // len(POINTS))
+"""Kills a point; 0: two of those that are passed often, one of the others."""
 START_S: Final = 15.0
 LIMIT_S: Final = 20.0
 """How long a point may take to be reached."""
@@ -77,6 +78,11 @@ class Case:
     published: int = 0
     """Objects of this daemon's life that this client has published."""
     seed: int = 0
+
+    @property
+    def rounds(self) -> int:
+        """How often the daemon is killed."""
+        return ROUNDS or (2 if self.point.startswith(HOT) else 1)
 
     @property
     def tight(self) -> bool:
@@ -193,7 +199,7 @@ class Case:
 
     def verify(self, client: kvd_client.Client, *, every: bool = False) -> None:
         """Read what must be there, and what may be; `load` compares every byte."""
-        chains = self.chains if every else [*self.chains[:ROUNDS], *self.chains[-6:]]
+        chains = self.chains if every else [*self.chains[: self.rounds], *self.chains[-6:]]
         for chain in chains:
             found = client.lookup(chain).chunks
             loaded = load(client, chain)
@@ -291,7 +297,7 @@ def make_case(make_daemon: MakeDaemon, tmp_path: Path) -> Iterator[Callable[[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(30 + 10 * ROUNDS)
+@pytest.mark.timeout(60 + 15 * ROUNDS)
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(point: str, make_case: Callable[[str], Case]) -> None:
     """Whatever the daemon was doing, what was durable is there after it, and nothing is torn."""
@@ -301,11 +307,11 @@ def test_killed_at(point: str, make_case: Callable[[str], Case]) -> None:
         client = case.connect()
         assert client is not None
         with client:
-            for _ in range(ROUNDS if point.startswith("forget") else 1):
+            for _ in range(case.rounds if point.startswith("forget") else 1):
                 case.store_chain(client)
                 case.wait_durable()
         case.daemon.kill()
-    for number in range(ROUNDS):
+    for number in range(case.rounds):
         passes = case.chance.choice([1, 2, 3, 5, 9]) if point.startswith(HOT) else 1
         if point.startswith("forget"):
             case.spoil()
