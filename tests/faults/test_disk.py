@@ -44,7 +44,7 @@ flush_s = 2.0
 """
 HOST_BYTES: Final = 8 << 20
 MOUNT_BYTES: Final = 40 << 20
-RECOVERY_S: Final = 10.0
+RECOVERY_S: Final = 25.0
 SOURCE: Final = Path(__file__).with_name("faultydisk.c")
 
 

@@ -195,6 +195,7 @@ def test_a_tier_without_room_does_not_hold_up_stores(monkeypatch: pytest.MonkeyP
         world.store.write_fault, world.store.free_regions = None, 9
         await until(lambda: not world.dirty_bytes)
         assert world.catalog.eviction.demoting
+        assert not world.cold._full_since_ns, "the next time it waits anew"
 
     play(scene)
 

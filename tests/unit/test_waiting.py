@@ -44,10 +44,11 @@ class Riser:
         self.slots: dict[Chunk, list[Slot]] = {}
         self.room = 99
         self.heard: list[Sequence[bytes]] = []
-        self.woken = 0
+        self.woken = self.asked = 0
 
     def promote(self, chunk: Chunk, done: Callable[[bool], None]) -> bool:
         """Begin, or join, as long as there is room."""
+        self.asked += 1
         if chunk not in self.waiters:
             if not self.room:
                 return False
@@ -167,6 +168,7 @@ def test_no_room_for_a_later_one_shortens_the_answer(desk: Desk) -> None:
     """Those before it are waited for and granted."""
     desk.riser.room = 2
     assert desk.acquire(7) is None
+    assert desk.riser.asked == 3, "what comes after it would be of no use"
     for chunk in desk.chunks()[:2]:
         desk.riser.end(chunk)
     assert desk.late[0].chunks == 2
