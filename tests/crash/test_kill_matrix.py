@@ -204,7 +204,7 @@ class Case:
             found = client.lookup(chain).chunks
             loaded = load(client, chain)
             wanted = self.durable.get(chain[-1], 0)
-            if loaded < len(chain) and self.dies():
+            if min(found, loaded) < wanted and self.dies():
                 return
             assert found >= wanted, "what was durable is gone"
             assert loaded >= wanted or self.tight, "what is offered cannot be loaded"
