@@ -257,6 +257,7 @@ def texts(model: Model, forms: Forms, counts: tuple[int, int, int]) -> Figures:
             progress(f"{module}: {name}, {after} tokens on")
             own[name], best[name] = model.losses(layers, ids[tokens:])
             losses[name] += own[name]
+            progress(f"{module}: {name}, perplexity {perplexity(own[name]):.4f}")
             figures[f"{name}_perplexity_{module.rpartition('.')[2]}"] = perplexity(own[name])
         top1.append(share_same(best["bf16"], best["fp8"]))
         progress(f"{module}: generating {new_tokens} tokens twice")
@@ -264,6 +265,7 @@ def texts(model: Model, forms: Forms, counts: tuple[int, int, int]) -> Figures:
         answers = [model.generate(layers, start, new_tokens) for layers in (rounded, near)]
         greedy.append(share_same(*answers))
         same.append(first_other(*answers))
+        progress(f"{module}: top 1 {top1[-1]:.4f}, greedy {greedy[-1]:.3f}, {same[-1]} alike first")
     f32, bf16, fp8 = (perplexity(losses[name]) for name in ("f32", "bf16", "fp8"))
     return figures | {
         "bf16_perplexity": bf16,
@@ -302,6 +304,7 @@ def retrieval(model: Model, forms: Forms) -> Figures:
         for name, layers in zip(right, variants, strict=True):
             answered, logprob = model.answers(layers, document[whole:], QUESTION, f" {key}")
             right[name].append(answered)
+            progress(f"{name}: {'right' if answered else 'wrong'}, {logprob:.3f}")
             likely[name].append(logprob)
     figures: Figures = {"retrieval_asked": len(right["fp8"]), "retrieval_tokens": tokens}
     for name, answered_all in right.items():
