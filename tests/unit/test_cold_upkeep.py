@@ -131,6 +131,24 @@ def test_giving_up_a_copy_wins_over_writing_it_again() -> None:
     play_again(scene, write_behind=False)
 
 
+def test_a_chunk_that_is_written_again_stays_until_then() -> None:
+    """Given up in the middle of it, its node goes when the write has ended, and not before."""
+
+    async def scene(world: World) -> None:
+        chunk, space = chunks_of(world)[3], only_space(world)
+        world.catalog.unpin(world.catalog.hold(space, NAMES, 3))
+        world.store.write_gate.clear()
+        world.store.region, world.store.free_regions = 1, 1
+        world.cold.wake()
+        await until(lambda: world.store.writes > 0)
+        world.catalog.drop_cold(chunk)
+        assert space.chunks.get(NAMES[3]) is chunk
+        world.store.write_gate.set()
+        await until(lambda: NAMES[3] not in space.chunks)
+
+    play_again(scene, write_behind=False)
+
+
 # ---------------------------------------------------------------------------------- health
 
 
