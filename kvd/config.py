@@ -72,7 +72,7 @@ class HostConfig:
     huge_pages: str = "auto"
     lock: str = "auto"
     fault_threads: int = 0
-    policy: str = "lifetable"
+    policy: str = "lru"
 
     def __post_init__(self) -> None:
         """Replace the zeros by what they stand for."""
@@ -239,7 +239,7 @@ def _host(table: Table) -> HostConfig:
         huge_pages=table.choice("huge_pages", "auto", WHENEVER),
         lock=table.choice("lock", "auto", WHENEVER),
         fault_threads=table.integer("fault_threads", 0, 0, 64) if threads is None else threads,
-        policy=table.choice("policy", "lifetable", POLICIES),
+        policy=table.choice("policy", "lru", POLICIES),
     )
 
 

@@ -380,7 +380,9 @@ def recover(
             disk.close(handle)
         if isinstance(error, OSError | IndexFull | IndexFailed | IndexBroken):
             text = error.strerror if isinstance(error, OSError) else str(error)
-            raise StartError(f"the NVMe store in {directory}: {text}") from error
+            raise StartError(
+                f"the NVMe store in {directory}: {text}; mend that, or set another [nvme] directory"
+            ) from error
         raise
     _forget_excess(disk, directory, extents)
     report.seconds = time.monotonic() - began

@@ -83,6 +83,20 @@ def test_a_full_tier_keeps_the_newest_prefixes(connect: Callable[..., kvd_client
     assert client.lookup(chains[0]).chunks == 0
 
 
+def test_a_full_tier_keeps_the_newest_prefix_of_every_rank(
+    connect: Callable[..., kvd_client.Client],
+) -> None:
+    """Where two ranks store each chain one after the other, the newest is whole all the same."""
+    layout = small_layout(tp=2)
+    ranks = [connect(layout=layout, rank=rank) for rank in range(2)]
+    for seed in range(1, 16):  # 3,000 objects into 1,024 places
+        chain = ranks[0].chunk_hashes(tokens(100, seed=seed))
+        for first in range(0, 100, 25):
+            for rank in ranks:
+                assert store(rank, chain[: first + 25], first) == 25
+        assert ranks[0].lookup(chain).chunks == 100
+
+
 def test_a_chain_longer_than_the_tier_is_refused_in_part(
     connect: Callable[..., kvd_client.Client],
 ) -> None:
