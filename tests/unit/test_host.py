@@ -33,8 +33,9 @@ class Made:
         self.ready: list[SlabId] = []
         self.notes: list[str] = []
         self._all = threading.Event()
+        self._noted = threading.Event()
         config = HostConfig(SLABS * SLAB, SLAB, **wishes)  # type: ignore[arg-type]
-        self.tier = HostTier(config, on_ready=self._on_ready, on_note=self.notes.append)
+        self.tier = HostTier(config, on_ready=self._on_ready, on_note=self._on_note)
         self.tier.start()
 
     def _on_ready(self, slab: SlabId) -> None:
@@ -42,9 +43,17 @@ class Made:
         if len(self.ready) == SLABS:
             self._all.set()
 
+    def _on_note(self, text: str) -> None:
+        self.notes.append(text)
+        self._noted.set()
+
     def wait(self) -> None:
         """Wait for all slabs."""
         assert self._all.wait(10), self.notes
+
+    def wait_note(self) -> None:
+        """Wait for the first line to the operator: closing sooner cancels what is not begun."""
+        assert self._noted.wait(10), "the tier said nothing"
 
 
 @pytest.fixture
@@ -115,6 +124,7 @@ def test_a_required_lock_that_is_refused_fails(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(memory, "lock", refuse)
     made = Made(huge_pages="off", lock="require")
+    made.wait_note()
     made.tier.close()
     assert made.ready == []
     assert made.tier.failed
@@ -134,6 +144,7 @@ def test_required_huge_pages_that_are_not_there_name_the_mend() -> None:
     if memory.huge_pages_free():
         pytest.skip("this host has huge pages reserved")
     made = Made(huge_pages="require", lock="off")
+    made.wait_note()
     made.tier.close()
     assert made.ready == []
     assert any("vm.nr_hugepages=4" in note for note in made.notes)
