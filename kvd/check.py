@@ -30,6 +30,19 @@ if TYPE_CHECKING:
     from kvd.tiers.rows import Row
     from kvd.tiers.storefiles import Identity
 
+EPILOG: Final = """\
+examples:
+  kvd check /var/lib/kvd/nvme
+  kvd check /var/lib/kvd/nvme --repair
+  kvd check /var/lib/kvd/nvme --json
+
+Stop the daemon first. Nothing is changed without --repair.
+
+exit codes:
+  0  all is whole, or was repaired
+  1  something is damaged
+  2  wrong option, no NVMe tier there, or a daemon uses it; stderr says what to change
+"""
 EXIT_GOOD: Final = 0
 EXIT_BAD: Final = 1
 PROBLEMS_SHOWN: Final = 20

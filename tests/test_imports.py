@@ -20,6 +20,8 @@ from typing import Final
 
 import pytest
 
+from kvd.commands import COMMANDS
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGES: Final = {"kvd": ROOT / "kvd", "kvd_client": ROOT / "client" / "kvd_client"}
 
@@ -222,6 +224,14 @@ def test_import_stays_light(module: str, banned: frozenset[str]) -> None:
     loaded = loaded_by(f"import {module}")
     assert module in loaded
     assert not loaded.intersection(banned)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_is_heavy_before_it_runs(name: str) -> None:
+    """The command's module, and so its --help, loads nothing that takes long."""
+    loaded = loaded_by(f"import kvd.cli, {COMMANDS[name].module}")
+    assert COMMANDS[name].module in loaded
+    assert not loaded.intersection(HEAVY | {"numba", "asyncio", "kvd.daemon"})
 
 
 def test_light_check_sees_a_heavy_import() -> None:

@@ -124,6 +124,21 @@ class Steps:
         sys.stderr.flush()
 
 
+EPILOG: Final = """\
+examples:
+  kvd demo
+  kvd demo --json
+
+exit codes:
+  0  it worked
+  1  it did not; stderr says why
+  2  wrong option, or something it needs is missing
+
+It takes a minute on two cores, 1 GiB of memory and some 800 MB of disk, most of it the model,
+which is kept in the user's cache folder.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvd demo`."""
     parser.add_argument(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd import __version__, cli, config
+from kvd.commands import COMMANDS
 from kvd.errors import StartError
 from kvd.statpage import StatPage
 from kvd_client.paths import stat_page_name
@@ -65,7 +66,7 @@ def _replace(monkeypatch: pytest.MonkeyPatch, name: str, module: types.ModuleTyp
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["serve"], ["stat"], ["check"], ["replay"], ["demo"], ["version"]],
+    [[], *([name] for name in COMMANDS)],
     ids=lambda c: " ".join(c) or "kvd",
 )
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +200,7 @@ def test_demo_gets_its_own_options(
 
     module.add_arguments = lambda parser: parser.add_argument("--fast", action="store_true")  # type: ignore[attr-defined]
     module.run = run  # type: ignore[attr-defined]
+    module.EPILOG = "exit codes: 4"  # type: ignore[attr-defined]
     __import__("kvd.demo")
     _replace(monkeypatch, "kvd.demo.main", module)
     assert cli.main(["demo", "--fast"]) == 4
@@ -207,7 +209,7 @@ def test_demo_gets_its_own_options(
         cli.main(["demo", "--help"])
     out = capsys.readouterr().out
     assert "--fast" in out
-    assert "exit codes" in out
+    assert "exit codes: 4" in out
 
 
 def test_stat_reads_the_named_daemon(

@@ -1,0 +1,35 @@
+"""The commands of the command line: a name, the module that acts on it, and a line for `--help`.
+
+A module has three things, and nothing is imported for a command but its own module:
+
+- ``EPILOG``: examples and exit codes, shown at the end of ``kvd COMMAND --help``;
+- ``add_arguments(parser)``: its options;
+- ``run(options) -> int``: does it and returns the exit code; a KvdError becomes one line on stderr
+  and exit code 2.
+
+What a module imports at its head must be light; the rest waits until `run` needs it
+(tests/test_imports.py has the list). A command that has JSON to show calls its option `--json`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Command(NamedTuple):
+    """One command: its module, and what it does in a few words."""
+
+    module: str
+    what: str
+
+
+COMMANDS: Final[dict[str, Command]] = {
+    "serve": Command("kvd.commands.serve", "run the daemon"),
+    "stat": Command("kvd.commands.stat", "show what the daemon holds and does"),
+    "doctor": Command("kvd.commands.doctor", "say what this host lacks, and how to mend it"),
+    "check": Command("kvd.check", "verify every byte of an NVMe tier, offline"),
+    "replay": Command("kvd.replay_cli", "replay a trace against policies and sizes"),
+    "demo": Command("kvd.demo.main", "show engines sharing one cache, in memory and on NVMe"),
+    "version": Command("kvd.commands.version", "print the version"),
+}
+"""In the order in which `kvd --help` lists them."""

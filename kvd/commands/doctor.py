@@ -1,0 +1,138 @@
+"""`kvd doctor`: what this host lacks for kvd, and the command that mends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from kvd_client.errors import KvdError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Sequence
+
+    from kvd.doctor import Result
+    from kvd.doctor.base import Check, Host
+
+EPILOG: Final = """\
+examples:
+  kvd doctor
+  kvd doctor --config kvd.toml --only memlock --only huge-pages
+  kvd doctor --json | jq '.findings[] | select(.level != "ok")'
+
+Run it as the user that runs the daemon. It changes nothing.
+
+exit codes:
+  0  kvd works here; warnings, if any, cost speed or safety
+  1  something fails; each such line has the command that mends it
+  2  wrong option
+"""
+_COLOURS: Final = {"ok": "32", "warn": "33", "fail": "31"}
+_NAME_CHARS: Final = 14
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the daemon's (default: $KVD_CONFIG, else /etc/kvd/kvd.toml if there is one)",
+    )
+    parser.add_argument("--socket", metavar="PATH", help="the daemon's, if not as configured")
+    parser.add_argument(
+        "--only", metavar="CHECK", action="append", help="run this check; may be given again"
+    )
+    parser.add_argument("--list", action="store_true", help="list the checks and run none")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine the host and print what was found."""
+    from kvd import doctor
+
+    known = doctor.checks()
+    chosen = _chosen(known, options.only)
+    if options.list:
+        _show_list(chosen, as_json=options.json)
+        return 0
+    results = []
+    for result in doctor.examine(_host(options), chosen):
+        results.append(result)
+        if not options.json:
+            _show(result, results)
+    levels = [result.finding.level.value for result in results]
+    if options.json:
+        _show_json(results, levels)
+    else:
+        counts = ", ".join(f"{levels.count(level)} {level}" for level in _COLOURS)
+        sys.stdout.write(f"\n{counts}\n")
+    return 1 if "fail" in levels else 0
+
+
+def _chosen(known: dict[str, Check], only: Sequence[str] | None) -> list[Check]:
+    for name in only or ():
+        if name not in known:
+            raise KvdError(f"--only {name}: no such check; use one of {', '.join(known)}")
+    return [each for name, each in known.items() if not only or name in only]
+
+
+def _host(options: argparse.Namespace) -> Host:
+    from kvd import config
+    from kvd.doctor.base import Host
+
+    given = vars(options) | {"config": config.find_file(options.config)}
+    try:
+        loaded = config.load(options.config, {"socket": options.socket})
+    except KvdError as error:
+        return Host(config_error=str(error), options=given)
+    return Host(config=loaded, options=given)
+
+
+def _show(result: Result, so_far: Sequence[Result]) -> None:
+    """Print a finding, with its group's name above the first of the group."""
+    check, (level, text, mend) = result
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    mark = f"{level.value:<4}"
+    if colours:
+        mark = f"\x1b[{_COLOURS[level.value]}m{mark}\x1b[0m"
+    before = so_far[-2].check if len(so_far) > 1 else None
+    if before is None or before.group != check.group:
+        sys.stdout.write(f"{check.group}\n")
+    name = check.name if before is not check else ""
+    sys.stdout.write(f"  {mark}  {name:<{_NAME_CHARS}}{_clean(text)}\n")
+    if mend:
+        sys.stdout.write(f"        {'':<{_NAME_CHARS}}mend: {mend}\n")
+    sys.stdout.flush()
+
+
+def _clean(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _show_list(chosen: Iterable[Check], *, as_json: bool) -> None:
+    if as_json:
+        _dump({"checks": [{"name": c.name, "group": c.group, "about": c.about} for c in chosen]})
+        return
+    for check in chosen:
+        sys.stdout.write(f"{check.group:<8}{check.name:<{_NAME_CHARS}}{check.about}\n")
+
+
+def _show_json(results: Iterable[Result], levels: list[str]) -> None:
+    found = [
+        {
+            "check": check.name,
+            "group": check.group,
+            "level": finding.level.value,
+            "text": finding.text,
+            "mend": finding.mend,
+        }
+        for check, finding in results
+    ]
+    _dump({"findings": found, **{level: levels.count(level) for level in _COLOURS}})
+
+
+def _dump(value: dict[str, Any]) -> None:
+    import json
+
+    sys.stdout.write(json.dumps(value) + "\n")
