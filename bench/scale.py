@@ -54,7 +54,7 @@ from kvd_client.identity import HASH_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvd.catalog import Cold
+    from kvd.trees import Cold
 
 TENANT: Final = "default"
 CHAIN_CHUNKS: Final = 128

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.audit import check_catalog
+from kvd.changes import HOST, NVME, Changes
 from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space
 from kvd.eviction import Eviction
 from kvd.filling import Fillings
@@ -27,6 +28,7 @@ from kvd.identity import rules_of
 from kvd.places import PlaceRecord, place_record
 from kvd.prefix import usable_chunks
 from kvd.quota import Quota, Resource
+from kvd.trees import plant
 from kvd.types import OwnerId
 from kvd_client.wire import Status
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvd.metrics import Counters
     from kvd.tiers.slab import SlabPool
+    from kvd.trees import Cold
     from kvd.types import Generation, Tenant
     from kvd_client.identity import Layout
 
@@ -42,9 +45,6 @@ DAEMON = OwnerId(0)
 """Owner of the slots that promotions fill; no session has this number."""
 NEVER_NS = 1 << 62
 """Later than any deadline."""
-
-Cold = tuple[tuple[int, int, int, int], int, bool]
-"""A copy in the tier below: its place, its columns, whether it is lossy."""
 
 
 class Catalog:
@@ -60,6 +60,7 @@ class Catalog:
         self.spaces: dict[tuple[Tenant, bytes, bytes], Space] = {}
         self.fillings = Fillings()
         self.eviction = Eviction(pool, self.evict, policy)
+        self.changes = Changes()
         self.cold_readable = False
         self._tick = 0
         self.quarantined_bytes = 0
@@ -299,6 +300,8 @@ class Catalog:
         if owner != DAEMON:  # promotions have counters of their own
             self.counters.objects_published += 1
             self.counters.bytes_published += slot.size_bytes
+        if self.changes.heard and chunk.mask == chunk.space.full_mask:
+            self.changes.stored(chunk, HOST)
         self._touch(chunk)
         self._settle(chunk, was_warm=True)
         return Status.OK
@@ -365,7 +368,7 @@ class Catalog:
         assert not chunk.moves  # C2
         why = "clean" if chunk.clean else "unwanted" if chunk.unwanted else "capacity"
         self.counters.count_eviction(reason or why, len(chunk.slots), chunk.size_bytes)
-        was_warm = chunk.warm
+        was_warm, was_whole = chunk.warm, chunk.mask == chunk.space.full_mask
         for column, slot in list(chunk.slots.items()):
             slot.step(SlotEvent.EVICT)
             slot.chunk = None
@@ -373,6 +376,8 @@ class Catalog:
             chunk.take(column)
         chunk.mask = chunk.lossy_mask = chunk.size_bytes = 0
         chunk.unwanted = False  # that was about the copy that goes
+        if was_whole and self.changes.heard:
+            self.changes.removed(chunk, HOST, reason or why)
         self._settle(chunk, was_warm)
 
     def begin_demotion(self, chunk: Chunk) -> list[Slot]:
@@ -391,8 +396,10 @@ class Catalog:
 
     def set_cold(self, chunk: Chunk, cold: Cold) -> None:
         """Note that a copy lies in the tier below."""
+        was_whole = chunk.cold_mask == chunk.space.full_mask
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
         chunk.cold_used = False
+        self._tell_cold(chunk, "replaced", was_whole=was_whole)
         self._settle(chunk, chunk.warm)
 
     def reject(self, chunk: Chunk) -> None:
@@ -400,10 +407,20 @@ class Catalog:
         chunk.unwanted = True
         self._settle(chunk, chunk.warm)
 
-    def drop_cold(self, chunk: Chunk) -> None:
+    def drop_cold(self, chunk: Chunk, reason: str = "capacity") -> None:
         """Forget the copy in the tier below."""
+        was_whole = chunk.cold_mask == chunk.space.full_mask
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = None, 0, False
+        self._tell_cold(chunk, reason, was_whole=was_whole)
         self._settle(chunk, chunk.warm)
+
+    def _tell_cold(self, chunk: Chunk, reason: str, *, was_whole: bool) -> None:
+        whole = chunk.cold_mask == chunk.space.full_mask
+        if whole != was_whole and self.changes.heard:
+            if whole:
+                self.changes.stored(chunk, NVME)
+            else:
+                self.changes.removed(chunk, NVME, reason)
 
     def begin_promotion(self, chunk: Chunk) -> list[Slot] | None:
         """Reserve host slots for what only the cold copy has; None when there is no room."""
@@ -436,37 +453,12 @@ class Catalog:
         self._settle(chunk, chunk.warm)
 
     def restore(self, space: Space, rows: Iterable[tuple[bytes, bytes, Cold]]) -> list[Chunk]:
-        """Put what the tier below holds into an empty space.
-
-        Args:
-            space: Where.
-            rows: Chunk hash, parent hash and copy, in any order; fastest the oldest first.
-
-        Returns:
-            Chunks left out again because the chain above them is broken (T1).
-        """
-        chunks, root = space.chunks, space.namespace
-        assert not chunks
-        early = []  # before their parent, which is rare where rows come as they were written
-        for key, parent, (place, mask, lossy) in rows:
-            chunk = chunks[key] = Chunk(key, space, None)
-            chunk.cold, chunk.cold_mask, chunk.cold_lossy = place, mask, lossy
-            if parent != root:
-                above = chunks.get(parent)
-                if above is None:
-                    early.append((chunk, parent))
-                else:
-                    chunk.join(above)
-        broken = []
-        for chunk, parent in early:
-            above = chunks.get(parent)
-            if above is None:
-                broken.append(chunk)
-            else:
-                chunk.join(above)
-        for chunk in broken:
-            broken.extend(chunk.children())
-            del chunks[chunk.hash]
+        """Put what the tier below holds into an empty space, see `plant`."""
+        broken = plant(space, rows)
+        if self.changes.heard:
+            for chunk in space.chunks.values():
+                if chunk.cold_mask == space.full_mask:
+                    self.changes.stored(chunk, NVME)
         return broken
 
     # ---------------------------------------------------------------- accounts

@@ -34,12 +34,13 @@ from kvd_client.identity import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvd.catalog import Catalog, Cold
+    from kvd.catalog import Catalog
     from kvd.config_nvme import NvmeKnobs
     from kvd.entry import Chunk, Slot, Space
     from kvd.tiers.host import HostTier
     from kvd.tiers.nvme import NvmeStore
     from kvd.tiers.transfer import Loaded
+    from kvd.trees import Cold
 
     Done = Callable[[bool], None]
 
@@ -369,7 +370,7 @@ class ColdTier:
     async def _forget(self, chunk: Chunk, ref: Ref) -> None:
         """Give up a copy that cannot be read."""
         if chunk.cold == ref:
-            self._catalog.drop_cold(chunk)
+            self._catalog.drop_cold(chunk, "damaged")
         maybe_fault("forget.before_delete")
         await self._delete([(self._space(chunk.space).key, chunk.hash, ref.generation)])
         maybe_fault("forget.after_delete")

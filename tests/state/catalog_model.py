@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvd.changes import tiers_of
 from kvd.types import Tenant
 from kvd_client.identity import Group, Layout
 
 if TYPE_CHECKING:
     from kvd.catalog import Catalog
+    from kvd.changes import Tier
     from kvd.entry import Chunk, Space
 
 PAGE: Final = 4096
@@ -104,6 +106,31 @@ def check_candidates(catalog: Catalog) -> None:
                 assert (chunk.tick, chunk.hash) in found, "V1"
 
 
+class Ear:
+    """An observer: what it was told of, as (world, path, tier)."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.told: set[tuple[World, Path, Tier]] = set()
+
+    @staticmethod
+    def _name(space: Space, chunk: Chunk, tier: Tier) -> tuple[World, Path, Tier]:
+        assert chunk.space is space
+        (name,) = [name for name, layout in LAYOUTS.items() if layout == space.layout]
+        return World(space.tenant, name), path_of(chunk), tier
+
+    def stored(self, space: Space, chunk: Chunk, tier: Tier) -> None:
+        """Take in a chunk that was not there."""
+        one = self._name(space, chunk, tier)
+        assert one not in self.told, "told twice"
+        self.told.add(one)
+
+    def removed(self, space: Space, chunk: Chunk, tier: Tier, reason: str) -> None:
+        """Forget a chunk that was there."""
+        assert reason
+        self.told.remove(self._name(space, chunk, tier))
+
+
 @dataclass
 class Filling:
     """A reserved or quarantined slot."""
@@ -182,6 +209,14 @@ class Model:
     contents: dict[tuple[int, int], object] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     """Generations that are over: stale for everyone."""
+    ear: Ear = field(default_factory=Ear)
+
+    @classmethod
+    def beside(cls, catalog: Catalog) -> Model:
+        """Start with an empty catalog, and listen to it."""
+        model = cls()
+        catalog.changes.watch(model.ear)
+        return model
 
     # ---- the tree
 
@@ -276,6 +311,15 @@ class Model:
                 best = length
         return best
 
+    def whole(self) -> set[tuple[World, Path, Tier]]:
+        """Chunks that a tier has with all their objects."""
+        everything = {name: set(range(layout.columns)) for name, layout in LAYOUTS.items()}
+        nodes = {key[:2] for key in self.published}
+        warm = {n for n in nodes if self.columns(*n) == everything[n[0].layout]}
+        cold = {n for n, copy in self.below.items() if copy.columns == everything[n[0].layout]}
+        found: set[tuple[World, Path, Tier]] = {(*node, "host") for node in warm}
+        return found | {(*node, "nvme") for node in cold}
+
     # ---- pins
 
     def pin(self, world: World, paths: list[Path]) -> None:
@@ -357,6 +401,14 @@ class Model:
         self.unwanted -= {key[:2] for key in gone}
         for key in gone:
             del self.published[key]
+
+    def check(self, catalog: Catalog) -> None:
+        """Bytes are what they must be, and the observer was told what the catalog has (H1)."""
+        self.check_bytes()
+        assert self.ear.told == self.whole(), "H1"
+        spaces = catalog.spaces.values()
+        tiers = [tiers_of(chunk) for space in spaces for chunk in space.chunks.values()]
+        assert sum(map(len, tiers)) == len(self.ear.told), "H1"
 
     def check_bytes(self) -> None:
         """Every findable object, and every place a reader was told, holds exactly its stamp."""

@@ -74,7 +74,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.quota = Quota(dict.fromkeys(SHARES, LIMITS))
         self.catalog = Catalog(self.pool, self.quota, Counters(), policy)
         self.book = LeaseBook()
-        self.model = Model()
+        self.model = Model.beside(self.catalog)
         self.members: dict[int, Member] = {}
         self.now, self.serial = 1, 0
         for tenant in SHARES:
@@ -481,7 +481,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert self.catalog.eviction.dirty_bytes[tenant] == model.dirty_bytes(tenant)
         assert {lease.id for lease in self.book.all()} == model.holds.keys()
         assert self.book.overdue_count() == sum(not h.active for h in model.holds.values())
-        model.check_bytes()
+        model.check(self.catalog)
 
     def same_tree(self, world: World) -> None:
         """The nodes of a world are the model's; an idle world is forgotten."""
