@@ -39,7 +39,11 @@ PURE: Final = frozenset(
         "kvd.identity",
         "kvd.lease",
         "kvd.metrics",
+        "kvd.peer.asker",
+        "kvd.peer.breaker",
         "kvd.peer.directory",
+        "kvd.peer.holder",
+        "kvd.peer.messages",
         "kvd.peer.protocol",
         "kvd.places",
         "kvd.policies",
@@ -83,6 +87,7 @@ DATA_MODULES: Final = frozenset(
 )
 ALSO_PURE: Final = {
     "kvd.identity": frozenset({"msgpack", "numpy"}),
+    "kvd.peer.messages": frozenset({"msgpack"}),
     "kvd_client.identity": frozenset({"msgpack"}),
     "kvd_client.wire": frozenset({"msgpack"}),
 }

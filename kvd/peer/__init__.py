@@ -1,0 +1,1 @@
+"""Other hosts: who holds what, and how it is fetched."""
