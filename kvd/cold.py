@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import msgpack
 from kvd import codec, log
 from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
-from kvd.failpoints import maybe_fault
+from kvd.failpoints import maybe_fault, maybe_stall
 from kvd.forms import FORM_FRAME, Forms
 from kvd.tiers.disk import Corrupt, NoSpace, TierError, TierFailed
 from kvd.tiers.region import Bundle, Part, Ref
@@ -80,13 +81,11 @@ class ColdTier:
         self._promotions: dict[Chunk, list[Done]] = {}
         self._stored: dict[Space, StoredSpace] = {}
         self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
-        self._unreadable_until_ns = self._full_since_ns = 0
-        self._closing = False
-        self._reclaiming = False
+        self._unreadable_until_ns = self._full_since_ns = self.turned_ns = 0
+        self._closing = self._reclaiming = self._flushing = False
         self._broken: list[tuple[bytes, bytes, int]] = []
         self._group: asyncio.TaskGroup | None = None
         self._demotions = 0
-        self._flushing = False
         self.read_rate = Rate()
         """Stored bytes of promotions a second, one at a time."""
         self.queued_bytes = 0
@@ -144,17 +143,17 @@ class ColdTier:
             group.create_task(self._delete(self._broken))
         await self.forms.warm_up()
         while True:
+            self.turned_ns = self._now_ns()
+            await maybe_stall("mover.turn")
             self._look_at_health()
             if self.store.state == "open":
                 if self._short_of_regions() and not self._reclaiming:
                     self._reclaiming = True
                     group.create_task(self._reclaim())
                 self._demote_some(group)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(WAKE_S):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
             self._wake.clear()
 
     def wake(self) -> None:

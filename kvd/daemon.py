@@ -20,18 +20,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvd import __version__, log, memory, notify
+from kvd import __version__, activation, log, memory, notify
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
 from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
-from kvd.failpoints import maybe_fault
+from kvd.failpoints import maybe_fault, maybe_hang
 from kvd.ipc.dispatch import Dispatcher
 from kvd.ipc.listener import Listener, Peer
 from kvd.ipc.session import Session
 from kvd.lease import LeaseBook
 from kvd.lockfile import LockFile
 from kvd.metrics import Counters
+from kvd.pulse import Pulse
 from kvd.quota import Quota, Resource
 from kvd.statpage import StatPage
 from kvd.stats import gather
@@ -55,6 +56,8 @@ TICK_S = 0.2
 GIVE_UP_S = 40.0
 """What the store and the threads get to end after the last write, before the daemon just leaves."""
 EXIT_GAVE_UP = 4
+TURN_S = 5.0
+"""A task of the loop that has not turned for so long hangs: health is red, the watchdog unfed."""
 SLAB_S = 30.0
 """How long the next slab may take while the start waits for memory."""
 
@@ -87,6 +90,8 @@ class Daemon:
         self.notes: list[str] = []
         self.started_ns = self.clock.now_ns()
         self.loop_lag_ms = 0.0
+        self.pulse = Pulse()
+        self._was_late: list[str] = []
         self._next_owner = 0
         self._stop = asyncio.Event()
         self._memory_changed = asyncio.Event()
@@ -219,7 +224,11 @@ class Daemon:
         """
         lock = LockFile(self.config.state_dir, self.config.socket)
         try:
-            self.listener = Listener(self.config.socket, self.config.socket_mode)
+            fds = {item.name: item.fd for item in activation.take()}
+            inherited_fd = fds.pop("kvd", fds.pop("unknown", None))
+            for fd in fds.values():
+                os.close(fd)
+            self.listener = Listener(self.config.socket, self.config.socket_mode, inherited_fd)
             try:
                 await self._serve()
             finally:
@@ -286,15 +295,29 @@ class Daemon:
                 raise StartError("; ".join(self.notes))
 
     async def _tick(self, page: StatPage) -> None:
-        """Let time pass: deadlines, page, watchdog. Fed by the loop, so that a stuck one shows."""
+        """Let time pass: turn over every queue, end what is late, show it; then feed systemd."""
         while True:
             due = self.loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self.loop_lag_ms = max(0.0, (self.loop.time() - due) * 1e3)
+            maybe_hang("loop.tick")
+            for session in list(self.sessions.values()):
+                session.turn()
             self.dispatcher.sweep()
             if self.cold is not None:
                 self.cold.tick()
+                if self.cold.turned_ns:
+                    self.pulse.beat("mover", self.cold.turned_ns, TURN_S)
             self._publish(page)
+            self._feed()
+
+    def _feed(self) -> None:
+        """Tell systemd that the daemon lives, unless one of its tasks hangs."""
+        late = self.pulse.late(self.clock.now_ns())
+        if late and late != self._was_late:
+            _LOG.error("a task hangs; the watchdog is no longer fed", tasks=",".join(late))
+        self._was_late = late
+        if not late:
             notify.watchdog()
 
     def _publish(self, page: StatPage) -> None:

@@ -6,6 +6,11 @@ ends that daemon by SIGKILL when it passes the point for the third time (the fir
 number). Without the variable, which is looked at once, a point does nothing. Whoever can set it
 starts the daemon anyway, and could as well kill it.
 
+    KVD_STALL=mover.turn:3 kvd serve ...
+
+makes what passes that point for the third time stay there for ever, which is how a test finds out
+who notices.
+
 Any thread.
 """
 
@@ -13,9 +18,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Final
 
 VARIABLE: Final = "KVD_FAILPOINT"
+STALL_VARIABLE: Final = "KVD_STALL"
+STALLS: Final = ("loop.tick", "mover.turn")
+"""Points at which the loop, or one task of it, can be made to hang."""
+_FOR_EVER_S: Final = 1e6
 
 POINTS: Final = (
     # a client stores
@@ -82,9 +92,34 @@ class Failpoint:
 
 _spec = os.environ.get(VARIABLE, "")
 _armed = Failpoint(_spec) if _spec else None
+_stall, _, _stall_number = os.environ.get(STALL_VARIABLE, "").partition(":")
+_stall_left = int(_stall_number or "1")
 
 
 def maybe_fault(name: str) -> None:
     """End the daemon here if this is the point that a test has chosen."""
     if _armed is not None:
         _armed.passed(name)
+
+
+def stalls(name: str) -> bool:
+    """Count a pass of a stall point; tell whether to hang here."""
+    global _stall_left  # noqa: PLW0603 - armed once a process, from its environment
+    assert name in STALLS
+    if name == _stall:
+        _stall_left -= 1
+    return name == _stall and _stall_left <= 0
+
+
+def maybe_hang(name: str) -> None:
+    """Hold up this thread for ever if this is the point that a test has chosen."""
+    if stalls(name):
+        time.sleep(_FOR_EVER_S)
+
+
+async def maybe_stall(name: str) -> None:
+    """Hold up this task for ever, and no other, if this is the point that a test has chosen."""
+    if stalls(name):
+        import asyncio
+
+        await asyncio.sleep(_FOR_EVER_S)

@@ -26,6 +26,7 @@ def gather(daemon: Daemon) -> dict[str, Any]:
         "state": "draining" if daemon.dispatcher.draining else "serving",
         "socket": daemon.config.socket,
         "loop_lag_ms": round(daemon.loop_lag_ms, 3),
+        "late": daemon.pulse.late(now_ns),
         "sessions": _sessions(daemon),
         "session_count": len(daemon.sessions),
         "orphans": len(daemon.orphans),

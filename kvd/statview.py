@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvd import statpage
+from kvd.health import SILENT_S
 from kvd.sizes import about
 from kvd_client.paths import stat_page_name
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from kvd.statpage import Snapshot
 
-SILENT_S = 2.0
-"""A daemon writes its page several times a second; older than this means that it is stuck."""
 ROWS_MAX = 8
 CELL_CHARS_MAX = 28
 REASON_CHARS_MAX = 60
@@ -65,7 +64,8 @@ def _show(socket: str, *, as_json: bool, clear: bool) -> int:
     sys.stdout.write("\x1b[H\x1b[J" + text if clear else text)
     if not snapshot.alive:
         return EXIT_NO_DAEMON
-    return EXIT_SILENT if snapshot.age_s > SILENT_S else EXIT_OK
+    hangs = bool(_list(snapshot.stats, "late"))
+    return EXIT_SILENT if hangs or snapshot.age_s > SILENT_S else EXIT_OK
 
 
 def _json(snapshot: Snapshot) -> str:
@@ -126,6 +126,8 @@ def _warnings(snapshot: Snapshot, paint: Callable[[str, str], str]) -> Iterator[
         yield paint(
             "red", f"daemon does not answer: page is {age} old; process {snapshot.pid} is alive"
         )
+    for name in _list(snapshot.stats, "late"):
+        yield paint("red", f"daemon's task {_clean(name)} hangs: systemd will start it anew")
     for note in _list(_map(snapshot.stats, "host"), "notes"):
         yield paint("yellow", f"note: {_clean(note)}")
     nvme = _map(snapshot.stats, "nvme")

@@ -55,7 +55,9 @@ def texts() -> list[Path]:
             and not name.endswith(".egg-info")
             and (name == ".ci" or not name.startswith("."))
         ]
-        found.extend(Path(folder, n) for n in names if Path(n).suffix in TEXT_SUFFIXES)
+        found.extend(
+            Path(folder, n) for n in names if Path(n).suffix in TEXT_SUFFIXES and n != ".git"
+        )
     return sorted(found)
 
 

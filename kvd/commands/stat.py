@@ -16,7 +16,7 @@ exit codes:
   0  the daemon is there and answers; --watch ended by Ctrl-C
   1  no daemon
   2  wrong option
-  3  a daemon is there but has written nothing for 2 seconds
+  3  a daemon is there but has written nothing for 2 seconds, or one of its tasks hangs
 """
 _INTERVAL_S: Final = (0.05, 86_400.0)
 

@@ -29,15 +29,25 @@ class Peer(NamedTuple):
 
 
 class Listener:
-    """A listening SOCK_SEQPACKET socket at a path."""
+    """A listening SOCK_SEQPACKET socket at a path, our own or systemd's."""
 
-    def __init__(self, path: str, mode: int) -> None:
+    def __init__(self, path: str, mode: int, inherited_fd: int | None = None) -> None:
         """Bind and listen; replaces a dead daemon's socket, never a live one's.
 
+        Args:
+            path: Where clients connect.
+            mode: Its permissions.
+            inherited_fd: A socket that systemd has bound there, owned from here on; its path and
+                permissions stay systemd's.
+
         Raises:
-            StartError: The path cannot be used; the text says why.
+            StartError: The path or the socket cannot be used; the text says why.
         """
         self.path = path
+        self._ours = inherited_fd is None
+        if inherited_fd is not None:
+            self._socket = _adopted(inherited_fd, path)
+            return
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(0)
         try:
@@ -95,12 +105,31 @@ class Listener:
                 connection.close()  # it died before it could be named
 
     def close(self) -> None:
-        """Stop listening and remove the path; twice is harmless."""
+        """Stop listening, and remove the path if it is ours; twice is harmless."""
         if self._socket.fileno() < 0:
             return
         self._socket.close()
-        with suppress(OSError):  # somebody removed it already
-            os.unlink(self.path)  # noqa: PTH108
+        if self._ours:
+            with suppress(OSError):  # somebody removed it already
+                os.unlink(self.path)  # noqa: PTH108
+
+
+def _adopted(fd: int, path: str) -> socket.socket:
+    """Take over systemd's socket; raises StartError if it is not the one that is configured."""
+    here = socket.socket(fileno=fd)
+    wanted = (socket.AF_UNIX, socket.SOCK_SEQPACKET, 1)
+    listens = here.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    name = here.getsockname()
+    if (here.family, here.type, listens) != wanted or os.path.realpath(name) != os.path.realpath(
+        path
+    ):
+        here.close()
+        raise StartError(
+            f"systemd passes a socket at {name!r}, but kvd is to listen at {path}:"
+            f" write ListenSequentialPacket={path} into kvd.socket, or change `socket` in kvd.toml"
+        )
+    here.settimeout(0)
+    return here
 
 
 def _peer_of(connection: socket.socket) -> Peer:

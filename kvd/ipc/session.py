@@ -249,6 +249,13 @@ class Session:
         if self._again is None:
             self._serve()
 
+    def turn(self) -> None:
+        """Look at the ring although no bell rang: one may have been taken back by its client."""
+        if self.closed or self.caller is None or self._again is not None:
+            return
+        if self._requests.pending():
+            self._serve()
+
     def _serve(self) -> None:
         """Answer what is on the ring, up to a turn's worth; then at most one turn is planned."""
         self._again = None
