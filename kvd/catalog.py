@@ -65,6 +65,11 @@ class Catalog:
         self._tick = 0
         self.quarantined_bytes = 0
 
+    @property
+    def tick(self) -> int:
+        """The number of the last use; it only rises."""
+        return self._tick
+
     # ---------------------------------------------------------------- spaces
 
     def enter(

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KvdError as error:
         sys.stderr.write(f"kvd: error: {error}\n")
-        return EXIT_ERROR
+        return getattr(error, "exit_code", EXIT_ERROR)
     except ModuleNotFoundError as error:
         if (error.name or "kvd").partition(".")[0] in {"kvd", "kvd_client"}:
             raise

@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvd import __version__, activation, log, memory, notify
+from kvd.admin.desk import Desk
+from kvd.ages import Ages
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
 from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
 from kvd.failpoints import maybe_fault, maybe_hang
+from kvd.ipc.admin import AdminDoor
 from kvd.ipc.dispatch import Dispatcher
 from kvd.ipc.listener import Listener, Peer
 from kvd.ipc.session import Session
@@ -46,6 +49,9 @@ from kvd_client.paths import stat_page_name
 from kvd_client.wire import Refusal
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Coroutine
+
     from kvd.config import Config
     from kvd.entry import Space
     from kvd_client.identity import Layout
@@ -94,6 +100,10 @@ class Daemon:
         self._was_late: list[str] = []
         self._next_owner = 0
         self._stop = asyncio.Event()
+        self.ages = Ages(self.started_ns)
+        self.desk = Desk(self.catalog, self.ages, self.clock, stop=self._stop.set)
+        self.admins = AdminDoor(self, config.limits.greeting_s)
+        self._group: asyncio.TaskGroup | None = None
         self._memory_changed = asyncio.Event()
         self._slabs_made = 0
         self._bug: BaseException | None = None
@@ -153,6 +163,19 @@ class Daemon:
             return None
         return self.tier.fd(SlabId(slab))
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task in the daemon's group."""
+        assert self._group is not None  # nobody is let in before
+        return self._group.create_task(work)
+
+    def becomes_admin(
+        self, session: Session, connection: socket.socket, hello: wire.AdminHello
+    ) -> None:
+        """Let an admin in who knocked as everybody does."""
+        del self.sessions[session.owner]
+        peer = Peer(connection, session.pidfd, session.pid, session.uid)
+        self.admins.take_over(peer, session.tenant, hello)
+
     def gone(self, session: Session, *, orphaned: bool, refusal: RefusedSession | None) -> None:
         """Account for a closed session; wait for its process if it may still touch slots."""
         del self.sessions[session.owner]
@@ -186,13 +209,15 @@ class Daemon:
                     f"uid {peer.uid} belongs to no tenant of this daemon: "
                     f"add it to the uids of a [tenants.NAME] table and restart"
                 )
-                self._turn_away(peer, Refusal.FORBIDDEN, text)
+                if not self.admins.admit(peer, Refusal.FORBIDDEN, text):
+                    self._turn_away(peer, Refusal.FORBIDDEN, text)
             elif not self.quota.charge(tenant, Resource.SESSIONS, 1):
                 text = (
                     f"this tenant has its {self.config.limits.sessions} sessions: close some, "
                     "or raise [limits] sessions"
                 )
-                self._turn_away(peer, Refusal.TOO_MANY, text)
+                if not self.admins.admit(peer, Refusal.TOO_MANY, text):
+                    self._turn_away(peer, Refusal.TOO_MANY, text)
             else:
                 self._next_owner += 1
                 owner = OwnerId(self._next_owner)
@@ -202,6 +227,7 @@ class Daemon:
                     connection=peer.connection,
                     pidfd=peer.pidfd,
                     pid=peer.pid,
+                    uid=peer.uid,
                     tenant=tenant,
                     greeting_s=self.config.limits.greeting_s,
                 )
@@ -255,6 +281,7 @@ class Daemon:
             notify.ready(f"serving at {self.config.socket}")
             _LOG.info("ready", socket=self.config.socket, epoch=self.epoch, pid=os.getpid())
             async with asyncio.TaskGroup() as group:
+                self._group = group
                 ticker = group.create_task(self._tick(page))
                 mover = group.create_task(self.cold.run(group)) if self.cold else None
                 await self._stop.wait()
@@ -265,6 +292,7 @@ class Daemon:
                     left = await self.cold.flush(self.config.nvme.flush_s)
                     mover.cancel()
                     _LOG.info("flushed", bytes_left=left)
+                self.admins.close()
                 ticker.cancel()
                 if self._bug is not None:
                     raise self._bug
@@ -304,6 +332,7 @@ class Daemon:
             for session in list(self.sessions.values()):
                 session.turn()
             self.dispatcher.sweep()
+            self.ages.note(self.catalog.tick, self.clock.now_ns())
             if self.cold is not None:
                 self.cold.tick()
                 if self.cold.turned_ns:

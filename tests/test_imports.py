@@ -28,6 +28,7 @@ PACKAGES: Final = {"kvd": ROOT / "kvd", "kvd_client": ROOT / "client" / "kvd_cli
 PURE: Final = frozenset(
     {
         "kvd.admission",
+        "kvd.ages",
         "kvd.audit",
         "kvd.catalog",
         "kvd.changes",
@@ -58,6 +59,7 @@ PURE: Final = frozenset(
         "kvd.prefix",
         "kvd.pulse",
         "kvd.quota",
+        "kvd.tables",
         "kvd.tiers.slab",
         "kvd.trees",
         "kvd.types",

@@ -42,6 +42,10 @@ TOKEN_BYTES = 16
 """A lease token: unguessable, valid for the tenant until the lease ends."""
 
 
+ROWS_MAX = 64
+"""Most rows of one AdminPage, and most parts of any list in a message."""
+
+
 class Status(IntEnum):
     """Outcome of one object or request. Only OK means that something is there."""
 
@@ -127,6 +131,59 @@ class SlabReply(NamedTuple):
 
 class Bye(NamedTuple):
     """Socket: I am done, and no copy of mine from or to a slot is under way."""
+
+
+class AdminHello(NamedTuple):
+    """Socket, an operator's first: a session that asks and steers, without rings or KV."""
+
+    protocol: int
+    client: str
+
+
+class AdminWelcome(NamedTuple):
+    """Socket: the session is open; `tenant` is empty for one that sees all tenants."""
+
+    protocol: int
+    epoch: int
+    pid: int
+    tenant: str
+
+
+class AdminPage(NamedTuple):
+    """Socket: rows of an answer; `more` is what to ask with for the next, 0 after the last."""
+
+    request: int
+    more: int
+    rows: list[list[object]]
+
+
+class AdminDenied(NamedTuple):
+    """Socket: the request is not carried out, and why, for people."""
+
+    request: int
+    text: str
+
+
+class ListSpaces(NamedTuple):
+    """Admin: the namespaces, one row each."""
+
+    request: int
+    after: int
+
+
+class ListChunks(NamedTuple):
+    """Admin: the chunks of a namespace that are in one of the tiers of the mask."""
+
+    request: int
+    space: bytes
+    tiers: int
+    after: int
+
+
+class Drain(NamedTuple):
+    """Admin: stop taking in, write down what is only in memory, and end."""
+
+    request: int
 
 
 class Ping(NamedTuple):
@@ -312,12 +369,19 @@ TO_DAEMON: Table = {
     1: (Hello, (_SMALL, _TEXT, _HASH, _TEXT, _LIST, _SMALL, _FLAG)),
     2: (SlabRequest, (_SMALL,)),
     3: (Bye, ()),
+    70: (AdminHello, (_SMALL, _TEXT)),
+    71: (ListSpaces, (_ID, _ID)),
+    72: (ListChunks, (_ID, _HASH, _SMALL, _ID)),
+    73: (Drain, (_ID,)),
 }
 """Messages on the socket towards the daemon, by opcode."""
 TO_CLIENT: Table = {
     1: (Welcome, (_SMALL, _ID, _ID, _SMALL, _ID)),
     2: (SlabReply, (_SMALL, _ID)),
     3: (Refused, (_SMALL, _LONG_TEXT)),
+    70: (AdminWelcome, (_SMALL, _ID, _SMALL, _TEXT)),
+    71: (AdminPage, (_ID, _ID, _LIST)),
+    72: (AdminDenied, (_ID, _LONG_TEXT)),
 }
 """Messages on the socket towards the client, by opcode."""
 REQUESTS: Table = {
@@ -368,7 +432,7 @@ def _unpack(payload: bytes) -> list[Any]:
             strict_map_key=True,
             max_str_len=8192,
             max_bin_len=MESSAGE_BYTES_MAX,
-            max_array_len=64,
+            max_array_len=ROWS_MAX,
             max_map_len=0,
             max_ext_len=0,
         )
@@ -394,7 +458,7 @@ def decode(payload: bytes, table: Table) -> Any:  # noqa: ANN401 - one of the ta
     if known is None:
         raise WireError("opcode", "must be one of the protocol's")
     kind, rules = known
-    if kind is Hello and len(body) > 1 and body[1] != PROTOCOL:
+    if kind in {Hello, AdminHello} and len(body) > 1 and body[1] != PROTOCOL:
         raise WireError("protocol", f"must be {PROTOCOL}")
     if len(body) != len(rules) + 1:
         raise WireError(kind.__name__, f"must have {len(rules)} fields")

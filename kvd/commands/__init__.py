@@ -26,6 +26,8 @@ class Command(NamedTuple):
 COMMANDS: Final[dict[str, Command]] = {
     "serve": Command("kvd.commands.serve", "run the daemon"),
     "stat": Command("kvd.commands.stat", "show what the daemon holds and does"),
+    "ls": Command("kvd.commands.ls", "list the namespaces, or the chunks of one"),
+    "drain": Command("kvd.commands.drain", "let the daemon finish, write down and end"),
     "doctor": Command("kvd.commands.doctor", "say what this host lacks, and how to mend it"),
     "check": Command("kvd.check", "verify every byte of an NVMe tier, offline"),
     "replay": Command("kvd.replay_cli", "replay a trace against policies and sizes"),

@@ -69,6 +69,12 @@ class Host(Protocol):
         """Return the descriptor of a tenant's slab."""
         ...
 
+    def becomes_admin(
+        self, session: Session, connection: socket.socket, hello: wire.AdminHello
+    ) -> None:
+        """Take over socket and pidfd of a session that is none: its greeting was an admin's."""
+        ...
+
     def gone(self, session: Session, *, orphaned: bool, refusal: RefusedSession | None) -> None:
         """Hear that a session has closed, and what its client was told."""
         ...
@@ -92,6 +98,7 @@ class Session:
         connection: socket.socket,
         pidfd: int,
         pid: int,
+        uid: int,
         tenant: Tenant,
         greeting_s: float,
     ) -> None:
@@ -100,6 +107,7 @@ class Session:
         self.owner = owner
         self.pidfd = pidfd
         self.pid = pid
+        self.uid = uid
         self.tenant = tenant
         self.name = ""
         self.caller: Caller | None = None
@@ -152,12 +160,24 @@ class Session:
             if self.caller is not None:
                 raise WireError("Hello", "must come once")
             self._greet(message)
+        elif isinstance(message, wire.AdminHello) and self.caller is None:
+            self._hand_over(message)
         elif self.caller is None:
             raise WireError("Hello", "must come first")
         elif isinstance(message, wire.SlabRequest):
             self._send_slab(message.slab)
-        else:
+        elif isinstance(message, wire.Bye):
             self.close("goodbye", bye=True)
+        else:
+            raise WireError(type(message).__name__, "must come on an admin connection")
+
+    def _hand_over(self, hello: wire.AdminHello) -> None:
+        """End as a session: an admin connection goes on with this one's socket and pidfd."""
+        self.closed = True
+        self._timer.cancel()
+        self._host.loop.remove_reader(self._socket)
+        self._host.loop.remove_reader(self.pidfd)
+        self._host.becomes_admin(self, self._socket, hello)
 
     def _greet(self, hello: wire.Hello) -> None:
         try:

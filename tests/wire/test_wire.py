@@ -48,6 +48,17 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
     ),
     ("TO_DAEMON", wire.SlabRequest(7), "920207"),
     ("TO_DAEMON", wire.Bye(), "9103"),
+    ("TO_DAEMON", wire.AdminHello(1, "kvd ls"), "934601a66b7664206c73"),
+    ("TO_DAEMON", wire.ListSpaces(1, 24), "93470118"),
+    (
+        "TO_DAEMON",
+        wire.ListChunks(2, b"\x66" * 32, 3, 64),
+        "95" + "48" + "02" + "c420" + "66" * 32 + "03" + "40",
+    ),
+    ("TO_DAEMON", wire.Drain(3), "924903"),
+    ("TO_CLIENT", wire.AdminWelcome(1, 9, 77, "search"), "954601094da6736561726368"),
+    ("TO_CLIENT", wire.AdminPage(2, 0, [[b"\1", "a"]]), "944702009192c40101a161"),
+    ("TO_CLIENT", wire.AdminDenied(2, "no"), "934802a26e6f"),
     (
         "TO_CLIENT",
         wire.Welcome(1, 2**60, 3, 4096, 1 << 26),
@@ -130,6 +141,13 @@ KINDS: Final[dict[str, str]] = {
     "Hello": "u32 text hash text list u32 u1",
     "SlabRequest": "u32",
     "Bye": "",
+    "AdminHello": "u32 text",
+    "ListSpaces": "u64 u64",
+    "ListChunks": "u64 hash u32 u64",
+    "Drain": "u64",
+    "AdminWelcome": "u32 u64 u32 text",
+    "AdminPage": "u64 u64 list",
+    "AdminDenied": "u64 long-text",
     "Welcome": "u32 u64 u64 u32 u64",
     "SlabReply": "u32 u64",
     "Refused": "u32 long-text",
@@ -254,6 +272,8 @@ def test_the_longest_message_fits(name: str, message: Any, golden: str) -> None:
         LONGEST.get(kind.replace(" ", "-"), value)
         for kind, value in zip(kinds(message), message, strict=True)
     ]
+    if isinstance(message, wire.AdminHello):
+        values[0] = wire.PROTOCOL
     if isinstance(message, wire.Hello):
         group = Group("sliding", 4096, 4096, 1 << 20, 1 << 36, 1 << 31)
         values[0] = wire.PROTOCOL
@@ -420,7 +440,7 @@ def test_round_trip(data: st.DataObject) -> None:
     """Every message with any legal fields comes back as it was."""
     name, sample, _ = data.draw(st.sampled_from(SAMPLES))
     message = type(sample)(*(data.draw(WORDS[kind]) for kind in kinds(sample)))
-    if isinstance(message, wire.Hello):
+    if isinstance(message, wire.Hello | wire.AdminHello):
         message = message._replace(protocol=wire.PROTOCOL)
     assert wire.decode(wire.encode(message), TABLES[name]) == message
 

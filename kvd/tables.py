@@ -1,0 +1,60 @@
+"""Tables for a terminal: columns as wide as they need, numbers to the right. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+CELL_CHARS_MAX: Final = 28
+
+
+def clean(value: object) -> str:
+    """Keep a client's text from steering the terminal."""
+    return "".join(char if char.isprintable() else "?" for char in str(value))
+
+
+def cut(cell: str, chars: int = CELL_CHARS_MAX) -> str:
+    """Shorten a cell that is too long."""
+    return cell if len(cell) <= chars else cell[: chars - 2] + ".."
+
+
+def is_amount(cell: str) -> bool:
+    """Tell a number, perhaps with a unit, from a text."""
+    return cell == "-" or (cell[:1].isdigit() and cell.count(" ") <= 1)
+
+
+def duration(seconds: float) -> str:
+    """Return a time to read: the two largest units."""
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.0f} s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest_s} s"
+
+
+def aligned(
+    rows: Sequence[Sequence[str]],
+    paint: Callable[[str, str], str] = lambda _, text: text,
+    last_chars: int = CELL_CHARS_MAX,
+) -> Iterator[str]:
+    """Lay out a table, its head first.
+
+    Args:
+        rows: Cells; clean, and equally many in each row.
+        paint: Colours a line, by the name of a style.
+        last_chars: What the last column may have.
+    """
+    cells = [[*map(cut, row[:-1]), cut(row[-1], last_chars)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(map(is_amount, column[1:])) for column in zip(*cells, strict=True)]
+    for number, row in enumerate(cells):
+        line = "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        yield paint("bold", line) if number == 0 else line
