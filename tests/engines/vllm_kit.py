@@ -1,0 +1,127 @@
+"""Engines and models for the tests of the vLLM connector. `make test-engines` runs them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from bench._vllm import PYTHON, Engine
+from kvd import statpage
+from kvd_client.paths import stat_page_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bench._daemon import DaemonProcess
+
+    Tokens = list[int]
+
+needs_vllm = pytest.mark.skipif(
+    os.environ.get("KVD_TEST_VLLM") != "1" or not PYTHON.exists(),
+    reason="needs vLLM: run `make test-engines`",
+)
+CHUNK: Final = 64
+BLOCKS: Final = 256
+"""Of the engine's KV cache, 32 tokens each."""
+SHAPE: Final[dict[str, Any]] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+"""Small, with weights so large that the answer depends on the whole prompt."""
+
+
+def save_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write a small random model where every layer sees all tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SHAPE, "num_hidden_layers": 4, **changes})
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def prompt(tokens: int, seed: int = 1) -> Tokens:
+    """Return token ids, different for each seed."""
+    return [(i * i * 7 + i * 13 + seed * 977) % 500 + 5 for i in range(tokens)]
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the small model once."""
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Start engines; all are ended with the test."""
+    made: list[Engine] = []
+
+    def start(model: Path, socket: str | None, **options: Any) -> Engine:
+        extra = options.pop("extra", {})
+        kvd = None if socket is None else {"socket": socket, "chunk_tokens": CHUNK, **extra}
+        options.setdefault("num_gpu_blocks_override", BLOCKS)
+        environment = {"VLLM_CPU_CI_ENV": "1", **options.pop("environment", {})}
+        log = tmp_path / f"engine{len(made)}.log"
+        engine = Engine(model, log, kvd=kvd, environment=environment, **options)
+        made.append(engine)
+        return engine
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def stats(daemon: DaemonProcess) -> dict[str, Any]:
+    """Read the daemon's statistics."""
+    return dict(statpage.read(stat_page_name(daemon.socket)).stats)
+
+
+def settled(daemon: DaemonProcess, published: int = 0, seconds: float = 30.0) -> dict[str, Any]:
+    """Wait until nothing is being filled or held, and at least so many bytes are published."""
+    until = time.monotonic() + seconds
+    while True:
+        host = (page := stats(daemon))["host"]
+        busy = host["reserved_bytes"] or host["quarantined_bytes"] or host["pinned_bytes"]
+        if not busy and not page["leases"] and host["published_bytes"] >= published:
+            return page
+        assert time.monotonic() < until, f"kvd does not come to rest: {page}"
+        time.sleep(0.05)
+
+
+def reset(engine: Engine, seconds: float = 30.0) -> None:
+    """Clear the engine's own cache; every block must come free."""
+    until = time.monotonic() + seconds
+    while not engine.reset():
+        assert time.monotonic() < until, "the engine leaks blocks"
+        time.sleep(0.05)
+
+
+def poison(daemon: DaemonProcess) -> int:
+    """Change every byte that kvd holds; return how many."""
+    size = 0
+    for entry in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        if "slab" not in str(entry.readlink()):
+            continue
+        with entry.open("r+b", buffering=0) as slab:
+            length = slab.seek(0, os.SEEK_END)
+            for start in range(0, length, 1 << 20):
+                slab.seek(start)
+                block = slab.read(1 << 20)
+                if any(block):
+                    slab.seek(start)
+                    slab.write(bytes(byte ^ 0x15 if byte else 0 for byte in block))
+                    size += len(block)
+    return size
