@@ -47,10 +47,11 @@ test: setup  ## run all tests
 test-engines: setup setup-vllm  ## run the tests that need vLLM, in an environment of its own
 	@KVD_TEST_VLLM=1 $(PY) -m pytest tests/engines -k vllm $(ARGS)
 
-lint: setup  ## ruff, format and types; changes nothing
+lint: setup  ## ruff, format, types, and kernels.cu by NVRTC; changes nothing
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m kvd_client.cuda.nvrtc
 
 fmt: setup  ## format and fix what can be fixed safely
 	@$(PY) -m ruff check --fix-only .
