@@ -1,6 +1,6 @@
 """The NVMe tier through a real daemon, beside the same disk without kvd.
 
-    python -m bench.nvme [--json] [--rounds 3] [--directory DIR] [--synthetic]
+    python -m bench.nvme [--json] [--rounds 3] [--directory DIR] [--synthetic] [--limit-mbps N]
 
 What is timed, each beside the raw disk measured just before in the same round, with real KV
 (`bench.codec.real_kv`) in objects of 512 tokens, one a chunk, prefixes of 8 chunks:
@@ -19,6 +19,9 @@ that the daemon kept busy. Where the disk share is high the disk was the limit, 
 the CPU (`FORM_*_limit`). `demote_ratio` and `promote_ratio` are those of the form `raw`.
 `fp8_over_raw` is that of loading, which an engine waits for; both are there by name.
 
+`--limit-mbps` holds the disk to so many MB/s each way, by the kernel's block I/O controller (root):
+what happens where the disk is slower than the CPU, on any machine.
+
 Figures are medians over rounds, `_best` the best round, to trust on a machine that others use.
 """
 
@@ -26,15 +29,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import mmap
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -44,9 +44,11 @@ import numpy as np
 import kvd_client
 from bench import codec as bench_codec
 from bench._daemon import DaemonProcess
+from bench._limit import limited_disk
+from bench._rawdisk import REGION_BYTES, THREADS, RawDisk
 from bench._table import print_json, print_table
 from kvd import statpage
-from kvd.tiers.region import BLOCK, aligned
+from kvd.tiers.region import aligned
 from kvd_client.identity import HASH_BYTES
 from kvd_client.paths import stat_page_name
 
@@ -64,8 +66,6 @@ PREFIX_CHUNKS: Final = 8
 PREFIXES: Final = 24
 HOST_PREFIXES: Final = 6
 AHEAD: Final = 2
-THREADS: Final = 4  # the daemon's default
-REGION_BYTES: Final = 256 << 20
 RETRY_S: Final = 0.001
 WAIT_S: Final = 60.0
 DISK_LIMIT_SHARE: Final = 0.8
@@ -109,73 +109,6 @@ def layout_of(object_bytes: int) -> kvd_client.Layout:
     return kvd_client.Layout(
         CHUNK_TOKENS, 16, "bfloat16", (group,), order=bench_codec.ORDERS[""]
     ).check()
-
-
-# ------------------------------------------------------------------------- the disk without kvd
-
-
-class RawDisk:
-    """Records in files like kvd's regions, written and read by plain O_DIRECT calls."""
-
-    def __init__(self, directory: Path, objects: Sequence[Object]) -> None:
-        """Put objects into memory that direct writes can use."""
-        self._directory = directory
-        self._record_bytes = BLOCK + aligned(objects[0].nbytes)
-        self.object_bytes = objects[0].nbytes
-        self._memory = []
-        for item in objects:
-            memory = mmap.mmap(-1, self._record_bytes)
-            np.frombuffer(memory, np.uint8)[BLOCK : BLOCK + item.nbytes] = item
-            self._memory.append(memory)
-        self._into = [mmap.mmap(-1, self._record_bytes) for _ in range(THREADS)]
-        for memory in self._into:
-            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, len(memory))
-        self._files: list[int] = []
-        self._each = (REGION_BYTES - BLOCK) // self._record_bytes
-        self._pool = ThreadPoolExecutor(THREADS)
-
-    def write(self, count: int) -> float:
-        """Make files, then write so many records until they are synced; return those seconds."""
-        for number in range(-(-count // self._each)):
-            path = self._directory / f"{number:08d}"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-            os.posix_fallocate(fd, 0, REGION_BYTES)
-            self._files.append(fd)
-        started = time.perf_counter()
-        list(self._pool.map(self._write_one, range(count)))
-        list(self._pool.map(os.fdatasync, self._files))
-        return time.perf_counter() - started
-
-    def _write_one(self, index: int) -> None:
-        memory = self._memory[index % len(self._memory)]
-        fd, offset = self._place(index)
-        if os.pwritev(fd, [memory], offset) != self._record_bytes:
-            raise OSError("a short write")
-
-    def read(self, count: int) -> float:
-        """Read them back; return seconds."""
-        started = time.perf_counter()
-        turns = [range(first, count, THREADS) for first in range(THREADS)]
-        list(self._pool.map(self._read_some, turns, self._into))
-        return time.perf_counter() - started
-
-    def _read_some(self, indices: range, memory: mmap.mmap) -> None:
-        for index in indices:
-            fd, offset = self._place(index)
-            if os.preadv(fd, [memory], offset) != self._record_bytes:
-                raise OSError("a short read")
-
-    def _place(self, index: int) -> tuple[int, int]:
-        number, place = divmod(index, self._each)
-        return self._files[number], BLOCK + place * self._record_bytes
-
-    def remove(self) -> None:
-        """Remove the files."""
-        for fd in self._files:
-            os.close(fd)
-        self._files.clear()
-        for path in self._directory.iterdir():
-            path.unlink()
 
 
 # ------------------------------------------------------------------------------- kvd on it
@@ -475,9 +408,21 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of every form")
     parser.add_argument("--synthetic", action="store_true", help="random numbers, no model")
     parser.add_argument("--directory", type=Path, help="on the disk to measure (default: TMPDIR)")
+    parser.add_argument("--limit-mbps", type=int, default=0, help="hold the disk to this (root)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvd-nvme-", dir=arguments.directory) as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-nvme-", dir=arguments.directory) as directory,
+        contextlib.ExitStack() as stack,
+    ):
+        if arguments.limit_mbps:
+            limit = limited_disk(Path(directory), arguments.limit_mbps * 1_000_000)
+            try:
+                stack.enter_context(limit)
+            except OSError as error:
+                print(f"bench.nvme: --limit-mbps: {error}; needs root", file=sys.stderr)
+                return 2
         figures = measure(arguments.rounds, Path(directory), synthetic=arguments.synthetic)
+    figures["limit_mbps"] = arguments.limit_mbps
     if arguments.json:
         print_json(figures)
     else:

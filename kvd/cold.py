@@ -13,11 +13,9 @@ K4. A failed demotion leaves the chunk as it was (C6); a failed promotion is a m
 from __future__ import annotations
 
 import asyncio
-import gc
 from contextlib import suppress
-from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgpack
 
@@ -25,15 +23,14 @@ from kvd import codec, log
 from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault, maybe_stall
-from kvd.forms import FORM_FRAME, Forms
+from kvd.forms import FORM_FRAME, DiskRates, Forms
+from kvd.restore import HINT_LOSSY, restore
 from kvd.tiers.disk import Corrupt, NoSpace, TierError, TierFailed
 from kvd.tiers.region import Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
-from kvd.types import Tenant
-from kvd_client.identity import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvd.catalog import Catalog
     from kvd.config_nvme import NvmeKnobs
@@ -41,14 +38,12 @@ if TYPE_CHECKING:
     from kvd.tiers.host import HostTier
     from kvd.tiers.nvme import NvmeStore
     from kvd.tiers.transfer import Loaded
-    from kvd.trees import Cold
+    from kvd.types import Tenant
 
     Done = Callable[[bool], None]
 
 _LOG = log.get("cold")
 
-HINT_LOSSY = 1
-"""In the index: the bundle went through a lossy form."""
 DEMOTIONS_MAX = 8
 """Under way at once: enough to keep the disk's queue filled."""
 PROMOTIONS_MAX = 16
@@ -74,7 +69,7 @@ class ColdTier:
         self._host = host
         self.store = store
         self._knobs = knobs
-        self.forms = Forms(knobs.form, knobs.codec_threads, self._view)
+        self.forms = Forms(knobs.form, knobs.codec_threads, self._view, store.buffers.take)
         self._admission = Admissions(knobs.admission, knobs.admission_threshold)
         self._wake = asyncio.Event()
         self._turn = asyncio.Semaphore(PROMOTIONS_MAX)
@@ -102,39 +97,11 @@ class ColdTier:
         maybe_fault("open.before")
         opened = self.store.open()
         maybe_fault("open.before_restore")
-        count = 0
-        gc.disable()  # a million nodes, none of them garbage
-        try:
-            for key, rows in groupby(opened.entries, key=itemgetter(0)):
-                stored = opened.spaces.get(key)
-                space = self._enter(stored) if stored is not None else None
-                if space is not None:
-                    self._space(space)
-                if space is None or space.chunks:
-                    self._broken += [(row[0], row[1], row[8]) for row in rows]
-                    continue
-                for chunk in self._catalog.restore(space, _restored(rows)):
-                    assert chunk.cold is not None
-                    self._broken.append((key, chunk.hash, chunk.cold[3]))
-                count += len(space.chunks)
-                self._catalog.leave(space)  # nobody is in it: it lives by its chunks
-        finally:
-            gc.enable()
-            gc.freeze()
+        count, self._broken = restore(self._catalog, opened, self._space)
         maybe_fault("open.after_restore")
         self._catalog.cold_readable = True
         self._catalog.eviction.demoting = True
         _LOG.info("restored", chunks=count, broken=len(self._broken), **_brief(opened.report))
-
-    def _enter(self, stored: StoredSpace) -> Space | None:
-        """Make the space of stored bundles; None if its layout or tenant is no longer known."""
-        try:
-            layout = Layout.from_fields(msgpack.unpackb(stored.layout, max_map_len=0))
-        except (ValueError, TypeError, msgpack.UnpackException):
-            return None
-        if stored.tenant not in self._catalog.pool.shares or layout.id != stored.layout_id:
-            return None
-        return self._catalog.enter(Tenant(stored.tenant), stored.namespace, stored.label, layout)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Move what is to be moved until cancelled; every move is a task of `group`."""
@@ -250,7 +217,8 @@ class ColdTier:
         cold, old, kept = None, chunk.cold, chunk.cold_mask & ~mask
         try:
             maybe_fault("demote.before_encode")
-            parts = await self.forms.encode(chunk.space, form, slots, self.store.reading.rate)
+            rates = DiskRates(self.store.reading.rate, self.store.writing.rate)
+            parts = await self.forms.encode(chunk.space, form, slots, rates)
             lossy = form == "fp8" and any(part.form == FORM_FRAME for part in parts)
             lossy = lossy or bool(chunk.lossy_mask & mask) or bool(kept and chunk.cold_lossy)
             if old is not None and kept:  # objects that came after the others went down (K1)
@@ -468,18 +436,6 @@ class ColdTier:
         identity = self._identities.get(space_key)
         space = self._catalog.spaces.get(identity) if identity else None
         return space.chunks.get(key) if space else None
-
-
-def _restored(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes, bytes, Cold]]:
-    """Turn rows of the index into what the catalog takes; equal numbers are one object."""
-    shared: dict[object, Any] = {}
-    share = shared.setdefault
-    for _, chunk, parent, mask, region, _, offset, length, generation, _, hint, _ in rows:
-        columns = shared.get(mask)
-        if columns is None:
-            columns = shared[mask] = int.from_bytes(mask, "little")
-        place = (share(region, region), offset, share(length, length), generation)
-        yield chunk, parent, (place, columns, bool(hint & HINT_LOSSY))
 
 
 def _above(chunk: Chunk) -> bytes:

@@ -69,7 +69,7 @@ def read(table: Table, state_dir: str) -> NvmeKnobs:
         region_bytes=region_bytes,
         form=FORMS[table.choice("form", "fp8", FORMS)],
         threads=table.integer("threads", 4, 1, 64),
-        codec_threads=threads or max(1, min(4, len(os.sched_getaffinity(0)) - 1)),
+        codec_threads=threads or min(4, len(os.sched_getaffinity(0))),
         dirty_share=table.number("dirty_share", 0.5, 0, 1),
         write_behind=table.choice("write_behind", "on", ON_OFF) == "on",
         admission=table.choice("admission", "all", ADMISSIONS),

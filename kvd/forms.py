@@ -7,12 +7,13 @@ what cannot be had becomes the next best: fp8, lossless, raw.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd import codec
 from kvd.cost import Rate
-from kvd.tiers.disk import Corrupt, aligned_memory
+from kvd.tiers.disk import Corrupt
 from kvd.tiers.region import FORM_RAW, Part
 
 if TYPE_CHECKING:
@@ -28,25 +29,43 @@ FORM_FRAME = 1
 UNREAD_BYTES_S = 2e9
 """Taken for the rate of a disk not read yet, for FP8: zstd on top of it takes a sixth off the bytes
 and makes encoding five times slower (bench.codec), so it has to be known to pay."""
+UNZSTD_BYTES_S = 1e9
+"""Taken for what one thread decompresses before it has."""
+
+
+class DiskRates(NamedTuple):
+    """What the tier has been seen to do at its usual depth, bytes a second; 0: not known."""
+
+    read_bytes_s: float
+    write_bytes_s: float
 
 
 class Forms:
     """Encodes and decodes."""
 
-    def __init__(self, wanted: Form, threads: int, view_of: Callable[[Slot], memoryview]) -> None:
+    def __init__(
+        self,
+        wanted: Form,
+        threads: int,
+        view_of: Callable[[Slot], memoryview],
+        take: Callable[[int], memoryview],
+    ) -> None:
         """Start the threads' pool.
 
         Args:
             wanted: The form to write where it is allowed.
             threads: For the work.
             view_of: Gives the bytes of a slot.
+            take: Gives aligned memory for a frame, of so many bytes or more.
         """
         self._wanted = wanted
         self._threads = threads
         self._view_of = view_of
+        self._take = take
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
         self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
-        self._unzstd = Rate()
+        self._zstd: dict[Form, Rate] = {}
+        self._unzstd: dict[Form, Rate] = {}
         self.note = ""
         """Why the wanted form is not written, for the operator."""
         if wanted not in codec.available_forms():
@@ -70,7 +89,7 @@ class Forms:
         return self._wanted
 
     async def encode(
-        self, space: Space, form: Form, slots: Sequence[Slot], disk_bytes_s: float
+        self, space: Space, form: Form, slots: Sequence[Slot], disk: DiskRates
     ) -> list[Part]:
         """Bring objects into a form, by rising column.
 
@@ -78,7 +97,7 @@ class Forms:
             space: Whose.
             form: As from `of`.
             slots: Where they are; they must stay as they are meanwhile.
-            disk_bytes_s: How fast the tier reads, 0 if that is not known: whether zstd pays.
+            disk: How fast the tier is: whether zstd pays.
         """
         loop = asyncio.get_running_loop()
         parts = []
@@ -90,18 +109,25 @@ class Forms:
             shape = _shape(space.layout, slot.column)
             used = codec.usable_form(form, shape)
             chooser = self._choosers.setdefault((space, used), codec.Chooser())
-            planes = chooser.next_planes(self._rates(used, disk_bytes_s))
-            out = aligned_memory(codec.frame_bytes_max(used, shape))
-            encoded = await loop.run_in_executor(
+            planes = chooser.next_planes(self._rates(used, disk))
+            out = self._take(codec.frame_bytes_max(used, shape))
+            encoded, spent_s = await loop.run_in_executor(
                 self._pool, _encode_one, used, shape, source, out, planes
             )
             chooser.record(encoded)
+            packed = sum(plane.raw_bytes for plane in encoded.planes if plane.tried)
+            self._zstd.setdefault(used, Rate()).observe(packed, spent_s)
             parts.append(Part(slot.column, FORM_FRAME, slot.size_bytes, out[: encoded.size_bytes]))
         return parts
 
-    def _rates(self, form: Form, disk_bytes_s: float) -> codec.Rates:
-        assumed = UNREAD_BYTES_S if form == "fp8" else 0.0
-        return codec.Rates(disk_bytes_s or assumed, self._unzstd.per_s or 1e9, self._threads)
+    def _rates(self, form: Form, disk: DiskRates) -> codec.Rates:
+        """Give what decides on zstd; without it FP8 is half as large, lossless not any smaller."""
+        unzstd = self._unzstd[form].per_s if form in self._unzstd else UNZSTD_BYTES_S
+        if form != "fp8":
+            return codec.Rates(disk.read_bytes_s, unzstd, self._threads)
+        zstd = self._zstd[form].per_s if form in self._zstd else 0.0
+        read_bytes_s = disk.read_bytes_s or UNREAD_BYTES_S
+        return codec.Rates(read_bytes_s, unzstd, self._threads, disk.write_bytes_s, zstd)
 
     async def decode(self, space: Space, slot: Slot, item: Loaded, into: memoryview) -> None:
         """Bring an object that was read into its slot.
@@ -117,16 +143,26 @@ class Forms:
             return  # it was read into the slot
         if item.form != FORM_FRAME:
             raise Corrupt("a form this release does not know")
-        decoded = await asyncio.get_running_loop().run_in_executor(
-            self._pool, codec.decode, item.stored, _shape(space.layout, slot.column), into
+        decoded, spent_s = await asyncio.get_running_loop().run_in_executor(
+            self._pool, _decode_one, item.stored, _shape(space.layout, slot.column), into
         )
-        self._unzstd.observe(decoded.unzstd_bytes, decoded.unzstd_ns / 1e9)
+        self._unzstd.setdefault(decoded.form, Rate()).observe(decoded.unzstd_bytes, spent_s)
 
 
 def _encode_one(
     form: Form, shape: codec.ObjectShape, source: memoryview, out: memoryview, planes: int
-) -> codec.Encoded:
-    return codec.encode(form, shape, source, out, planes=planes)
+) -> tuple[codec.Encoded, float]:
+    started = time.perf_counter()
+    encoded = codec.encode(form, shape, source, out, planes=planes)
+    return encoded, time.perf_counter() - started
+
+
+def _decode_one(
+    frame: memoryview, shape: codec.ObjectShape, into: memoryview
+) -> tuple[codec.Decoded, float]:
+    started = time.perf_counter()
+    decoded = codec.decode(frame, shape, into)
+    return decoded, time.perf_counter() - started
 
 
 def _shape(layout: Layout, column: int) -> codec.ObjectShape:

@@ -15,6 +15,7 @@ from kvd.cold import ColdTier
 from kvd.config_nvme import NvmeKnobs
 from kvd.metrics import Counters
 from kvd.quota import Quota, Resource
+from kvd.tiers.buffers import Buffers
 from kvd.tiers.disk import Corrupt
 from kvd.tiers.nvme_types import LiveKey, NvmeConfig, Opened, Victim
 from kvd.tiers.recover import Report
@@ -92,7 +93,7 @@ class FakeStore:
     def __init__(self) -> None:
         """Start empty and willing."""
         self.config = NvmeConfig(Path("nowhere"), 64 << 20, 4 << 20)
-        self.reading = Inflight()
+        self.reading, self.writing, self.buffers = Inflight(), Inflight(), Buffers()
         self.state = "open"
         self.writable = True
         self.free_regions = 9

@@ -2,7 +2,8 @@
 
 Every `every`-th object and the first `first` of them are encoded with all byte planes compressed;
 the rest only with those for which that paid in the last `first` samples. Bytes decide, and the
-rates the caller has measured: compression that would make loading slower than the disk is off.
+rates the caller has measured: compression that would make loading, or writing, slower than the
+disk does without it is off.
 
 Pure: no clock, no randomness; the same calls give the same answers. One thread at a time (the
 loop); objects may be encoded by others meanwhile.
@@ -22,17 +23,21 @@ ALL_PLANES: Final = (1 << BYTE_PLANES_MAX) - 1
 
 
 class Rates(NamedTuple):
-    """What limits a load, all in bytes a second.
+    """What limits a load and a store, all in bytes a second.
 
     Attributes:
         disk_bytes_s: What the tier reads at its usual queue depth; 0 while not known.
         unzstd_bytes_s: Bytes of byte planes that one thread decompresses (`Decoded`).
-        threads: That decompress at once.
+        threads: That compress or decompress at once.
+        write_bytes_s: What the tier writes; 0 while not known, or where it does not matter.
+        zstd_bytes_s: Bytes of byte planes that one thread encodes; 0 while not known.
     """
 
     disk_bytes_s: float = 0.0
     unzstd_bytes_s: float = 1e9
     threads: int = 1
+    write_bytes_s: float = 0.0
+    zstd_bytes_s: float = 0.0
 
 
 def gain(saved_share: float, rates: Rates) -> float:
@@ -46,6 +51,11 @@ def gain(saved_share: float, rates: Rates) -> float:
     if rates.disk_bytes_s <= 0:
         return smaller
     return min(smaller, rates.unzstd_bytes_s * rates.threads / rates.disk_bytes_s)
+
+
+def keeps_up(rates: Rates) -> bool:
+    """Tell whether a byte plane is compressed no slower than the disk would write it as it is."""
+    return not rates.zstd_bytes_s or rates.zstd_bytes_s * rates.threads >= rates.write_bytes_s
 
 
 class Chooser:
@@ -88,6 +98,8 @@ class Chooser:
 
     def paying(self, rates: Rates = Rates()) -> int:  # noqa: B008 - immutable
         """Give the byte planes for which compression pays by the samples so far."""
+        if not keeps_up(rates):
+            return 0
         mask = 0
         for index, samples in enumerate(self._samples):
             raw = sum(sample[0] for sample in samples)

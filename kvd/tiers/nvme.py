@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvd import log
 from kvd.tiers import recover, storefiles
+from kvd.tiers.buffers import Buffers
 from kvd.tiers.disk import (
     BLOCK,
     FULL_ERRNOS,
@@ -119,6 +120,7 @@ class NvmeStore:
         self.config = config
         self.counters = NvmeCounters()
         self.health = Health(config, self.counters)
+        self.buffers = Buffers()
         self.reading = Inflight()
         self.writing = Inflight()
         self._loop = loop
@@ -363,7 +365,9 @@ class NvmeStore:
         self.reading.begin(self._loop.time())
         moved = 0
         try:
-            loaded = await self._calls.run(read_bundle, self._disk, region.handle, want, into)
+            loaded = await self._calls.run(
+                read_bundle, self._disk, region.handle, want, into, self.buffers.take
+            )
             moved = sum(item.stored.nbytes for item in loaded.values())
         except BadRecord as error:
             self.counters.corrupt += 1
@@ -435,6 +439,7 @@ class NvmeStore:
         self.reading.turn(now)
         self.writing.turn(now)
         self._upkeep.tick(now)
+        self.buffers.trim()
 
     # ---------------------------------------------------------------- what is shown
 

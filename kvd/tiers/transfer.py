@@ -19,12 +19,14 @@ from kvd.tiers.disk import aligned_memory, copy, is_aligned, read_all, write_all
 from kvd.tiers.region import BLOCK, FORM_RAW, BadRecord, ObjectRow, Origin, Record, aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from _typeshed import WriteableBuffer
 
     from kvd.tiers.disk import Disk
     from kvd.tiers.region import Bundle, Plan, Ref, Space
+
+    Take = Callable[[int], memoryview]
 
 RUN_BUFFERS: Final = 512
 """Most buffers in one call; the kernel takes 1024."""
@@ -128,9 +130,20 @@ def _read(disk: Disk, handle: int, buffers: list[memoryview], offset_bytes: int)
 
 
 def read_bundle(
-    disk: Disk, handle: int, want: Want, into: Mapping[int, WriteableBuffer | None]
+    disk: Disk,
+    handle: int,
+    want: Want,
+    into: Mapping[int, WriteableBuffer | None],
+    take: Take,
 ) -> dict[int, Loaded]:
     """Read and verify objects of a record.
+
+    Args:
+        disk: The host's files.
+        handle: Of the region.
+        want: What lies there.
+        into: By column, where a raw object goes; the others go to memory of their own.
+        take: Gives that memory, aligned, for a number of bytes.
 
     Raises:
         BadRecord: It is another record, or damaged, or lacks a column. The buffers hold rubbish.
@@ -147,7 +160,7 @@ def read_bundle(
     rows = {row.column: row for row in record.objects}
     if not into.keys() <= rows.keys():
         raise BadRecord("record: lacks a column")
-    arrivals = [_Arrival(rows[column], into[column]) for column in sorted(into)]
+    arrivals = [_Arrival(rows[column], into[column], take) for column in sorted(into)]
     for run in _runs(arrivals):
         buffers = [buffer for arrival in run for buffer in arrival.buffers]
         _read(disk, handle, buffers, ref.offset_bytes + run[0].row.offset_bytes)
@@ -157,7 +170,7 @@ def read_bundle(
 def verify_record(disk: Disk, handle: int, offset_bytes: int, record: Record) -> None:
     """Read every object of a record and compare checksums; BadRecord or OSError if one is bad."""
     for row in record.objects:
-        arrival = _Arrival(row, None)
+        arrival = _Arrival(row, None, aligned_memory)
         _read(disk, handle, arrival.buffers, offset_bytes + row.offset_bytes)
         arrival.finish()
 
@@ -165,12 +178,12 @@ def verify_record(disk: Disk, handle: int, offset_bytes: int, record: Record) ->
 class _Arrival:
     """Where one object's blocks go, and what is left to do once they are there."""
 
-    def __init__(self, row: ObjectRow, given: WriteableBuffer | None) -> None:
+    def __init__(self, row: ObjectRow, given: WriteableBuffer | None, take: Take) -> None:
         self.row = row
         size = row.stored_bytes
         self._staged: memoryview | None = None
         if given is None or row.form != FORM_RAW:
-            memory = aligned_memory(size)
+            memory = take(size)
             self._view = memory[:size]
             self.buffers = [memory[: aligned(size)]]
             return

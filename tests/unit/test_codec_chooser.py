@@ -91,3 +91,15 @@ def test_senseless_settings_are_refused(bad: dict[str, float]) -> None:
     """A chooser that could not work is not made."""
     with pytest.raises(ValueError, match="at least 1"):
         Chooser(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("write_gbps", "zstd_gbps", "pays"),
+    [(0, 0, True), (2, 0, True), (0, 0.1, True), (1.9, 1.0, True), (2.1, 1.0, False)],
+)
+def test_slower_than_writing_is_off(write_gbps: float, zstd_gbps: float, pays: bool) -> None:  # noqa: FBT001
+    """What two threads cannot compress as fast as the disk would take it stays as it is."""
+    chooser = Chooser()
+    chooser.record(encoded(500))
+    rates = Rates(threads=2, write_bytes_s=write_gbps * 1e9, zstd_bytes_s=zstd_gbps * 1e9)
+    assert chooser.paying(rates) == int(pays)

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from kvd import cold as cold_module
-from kvd.cold import DEMOTIONS_MAX, HINT_LOSSY, PROMOTIONS_MAX
+from kvd.cold import DEMOTIONS_MAX, PROMOTIONS_MAX
 from kvd.forms import FORM_FRAME
+from kvd.restore import HINT_LOSSY
 from kvd.tiers.disk import Corrupt, NoSpace, TierFailed
 from tests.cold_kit import (
     NAMES,
