@@ -192,6 +192,7 @@ class Catalog:
         hashes: Sequence[bytes],
         groups: int,
         deadline_ns: int,
+        lossy: bool = False,
     ) -> list[PlaceRecord]:
         """Take slots for a rank's objects of a chain's next chunks.
 
@@ -203,6 +204,7 @@ class Catalog:
             hashes: The chunks, in chain order.
             groups: Bit mask of layer groups.
             deadline_ns: Until when they may be published.
+            lossy: What comes in was computed from a lossy copy.
 
         Returns:
             One record for each (chunk, group of the mask), in that order.
@@ -227,6 +229,8 @@ class Catalog:
                     slot = None
                     if not refusal:
                         status, slot = self._reserve_one(chunk, column, group, owner, deadline_ns)
+                        if slot is not None:
+                            slot.lossy = lossy
                     records.append(place_record(index, group, slot, status))
                     if status in {Status.NO_SPACE, Status.OVER_QUOTA}:
                         refusal = status  # nothing later could be used without this one
@@ -300,6 +304,7 @@ class Catalog:
         slot.step(SlotEvent.PUBLISH)
         self._forget_filling(slot)
         chunk.mask |= 1 << slot.column
+        chunk.lossy_mask |= slot.lossy << slot.column
         chunk.size_bytes += slot.size_bytes
         chunk.filling -= 1
         if owner != DAEMON:  # promotions have counters of their own
@@ -450,7 +455,6 @@ class Catalog:
             if read:
                 status = self.publish(DAEMON, slot.generation, 0)
                 assert status is Status.OK
-                chunk.lossy_mask |= slot.lossy << slot.column
             else:
                 self._free_filling(slot, SlotEvent.ABORT)
         assert chunk.moves > 0

@@ -90,7 +90,7 @@ class Slot:
         chunk: Whose object it is; None once quarantined.
         column: Which of the chunk's objects.
         deadline_ns: Until when it may be published.
-        lossy: Whether what comes into it went through a lossy form.
+        lossy: Whether what comes into it went through a lossy form, or was computed from what did.
     """
 
     __slots__ = (
@@ -237,7 +237,7 @@ class Chunk:
         pinned_bytes: What the first pin charged.
         moves: Moves under way between the tiers; it stays while there is one.
         size_bytes: Bytes of its objects in host slots.
-        lossy_mask: Columns in host slots that went through a lossy form.
+        lossy_mask: Columns in host slots that went through a lossy form (`Slot.lossy`).
         cold: Place of the cold copy; None without one.
         cold_mask: Columns of the cold copy.
         cold_lossy: Whether the cold copy is lossy.

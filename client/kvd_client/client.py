@@ -42,6 +42,7 @@ class Client:
         """
         self.layout = layout.check()
         self.namespace_id = namespace.id
+        self.lossy = namespace.lossy
         if not 0 <= rank < layout.ranks:
             msg = f"rank must be from 0 to {layout.ranks - 1} for tp={layout.tp}, pp={layout.pp}"
             raise ValueError(msg)
@@ -219,8 +220,12 @@ class Client:
         first: int = 0,
         groups: Sequence[int] | None = None,
         deadline_s: float = 30.0,
+        lossy: bool = False,
     ) -> Ticket[Reservation]:
         """Begin `reserve`; wait for the ticket or poll."""
+        if lossy and not self.lossy:
+            msg = "what was computed from a lossy copy is not stored in an exact namespace"
+            raise ValueError(msg)
         every = range(len(self.layout.groups))
         chosen = set(every if groups is None else groups)
         if not chosen <= set(every):
@@ -233,7 +238,7 @@ class Client:
         parent = hashes[first - 1] if first else self.namespace_id
         deadline_ms = _milliseconds("deadline_s", deadline_s)
         return self._link.begin(
-            lambda r: wire.Reserve(r, parent, joined, mask, deadline_ms),
+            lambda r: wire.Reserve(r, parent, joined, mask, deadline_ms, int(lossy)),
             lambda reply: self._reservation(reply, first),
             Reservation(self, None),
             undo=_undo_slots,
@@ -246,6 +251,7 @@ class Client:
         first: int = 0,
         groups: Sequence[int] | None = None,
         deadline_s: float = 30.0,
+        lossy: bool = False,
     ) -> Reservation:
         """Take slots for this rank's objects of chunks `first` and later of a chain.
 
@@ -254,12 +260,16 @@ class Client:
             first: First chunk to store; the one before must be stored or being stored.
             groups: Layer groups to store; all by default.
             deadline_s: Publish before this much time has passed; later is refused.
+            lossy: The bytes were computed from a lossy copy (`Lease.lossy`), so that whoever loads
+                them must be told the same. Only in a lossy namespace: ValueError otherwise.
 
         Returns:
             A reservation; its slots say for each object whether there is a place, and why not.
         """
         return self.wait(
-            self.begin_reserve(hashes, first=first, groups=groups, deadline_s=deadline_s)
+            self.begin_reserve(
+                hashes, first=first, groups=groups, deadline_s=deadline_s, lossy=lossy
+            )
         )
 
     def _reservation(self, reply: wire.ReserveReply, first: int) -> Reservation:

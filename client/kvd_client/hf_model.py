@@ -16,180 +16,40 @@ a digest of the checkpoint already may pass it (`connect_model(identity=...)`).
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvd_client.errors import KvdError
-from kvd_client.identity import TEXT_BYTES_MAX, Group, Layout, Namespace
+from kvd_client.hf_cache import (
+    LayerGroup,
+    LayerShape,
+    ModelPlan,
+    UnsupportedModel,
+    check_layers,
+    layer_shape,
+    new_cache,
+)
+from kvd_client.identity import TEXT_BYTES_MAX, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transformers import Cache
+    from collections.abc import Iterator
 
 DIGEST_THREADS: Final = min(8, os.cpu_count() or 1)
-ORDER: Final = "layer,kv,head,token,dim/1"
 _VOLATILE: Final = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "use_cache", "torch_dtype"}
 )
 """Configuration fields that differ between equal models (a path, a version kept elsewhere)."""
 
 
-class Unsupported(KvdError):
-    """kvd cannot keep this KV without risking a wrong hit; the text says what to change."""
-
-
-class UnsupportedModel(Unsupported):
-    """The model's KV does not follow from weights and token prefix alone, or has no digest."""
-
-
-class UnsupportedCache(Unsupported):
-    """A cache, or one of its layers, is of a kind that kvd cannot cut into chunks."""
-
-
-class UnsupportedInput(Unsupported):
-    """More than one prompt at once, or a prompt with padding."""
-
-
 class WrongModel(KvdError):
     """The client was connected for another model, or the model has changed since."""
-
-
-class LayerShape(NamedTuple):
-    """One cache layer: K is `[1, heads, tokens, key_size]`, V the same with `value_size`."""
-
-    heads: int
-    key_size: int
-    value_size: int
-    window: int
-    """Tokens the layer sees, itself included; 0 for all."""
-
-
-class LayerGroup(NamedTuple):
-    """Layers of one shape and window: one object a chunk.
-
-    An object is, for each layer in turn, K then V, each `[heads, chunk_tokens, size]`.
-    """
-
-    shape: LayerShape
-    layers: tuple[int, ...]
-
-    def values(self, tokens: int) -> tuple[int, int]:
-        """Count the values of one layer's K and of its V for `tokens` tokens."""
-        heads, key_size, value_size, _ = self.shape
-        return heads * tokens * key_size, heads * tokens * value_size
-
-    def split(self, flat: torch.Tensor, chunk_tokens: int) -> Sequence[torch.Tensor]:
-        """Cut one object into K, V, K, V, ... as views `[heads, chunk_tokens, size]`."""
-        heads, key_size, value_size, _ = self.shape
-        if key_size == value_size:
-            return flat.view(2 * len(self.layers), heads, chunk_tokens, key_size).unbind(0)
-        parts = torch.split(flat, list(self.values(chunk_tokens)) * len(self.layers))
-        return [part.view(heads, chunk_tokens, -1) for part in parts]
-
-    def reach(self, chunk_tokens: int) -> int:
-        """Count the chunks at a prefix's end that the next token's window touches."""
-        assert self.shape.window > 0
-        return -(-(self.shape.window - 1) // chunk_tokens)
-
-    def first_needed(self, chunks: int, chunk_tokens: int) -> int:
-        """Return the first chunk this group needs so that a prefix of `chunks` is usable."""
-        return max(0, chunks - self.reach(chunk_tokens)) if self.shape.window else 0
-
-
-class ModelPlan(NamedTuple):
-    """How one model's cache is cut into objects."""
-
-    groups: tuple[LayerGroup, ...]
-    layers: int
-    dtype: torch.dtype
-    devices: tuple[torch.device, ...]
-    """Of each layer's KV."""
-    media_tokens: frozenset[int]
-    """Token ids that stand for images or sound, whose KV the ids do not determine."""
-
-    def layout(self, chunk_tokens: int) -> Layout:
-        """Describe the objects to the daemon.
-
-        Raises:
-            UnsupportedModel: kvd has no such dtype or too many groups.
-        """
-        groups = tuple(
-            Group(
-                kind="sliding" if group.shape.window else "full",
-                layers=len(group.layers),
-                kv_heads=group.shape.heads,
-                head_size=group.shape.key_size,
-                object_bytes=len(group.layers)
-                * sum(group.values(chunk_tokens))
-                * self.dtype.itemsize,
-                window=group.shape.window,
-            )
-            for group in self.groups
-        )
-        try:
-            return Layout(
-                chunk_tokens, chunk_tokens, _name(self.dtype), groups, order=ORDER
-            ).check()
-        except ValueError as error:
-            msg = f"kvd cannot describe this model's cache: {error}"
-            raise UnsupportedModel(msg) from error
-
-
-def new_cache(model: Any) -> DynamicCache:  # noqa: ANN401 - any decoder model
-    """Make the empty cache to prefill with, if it is to be stored afterwards.
-
-    Sliding-window layers normally drop all but the last `window - 1` tokens, and kvd stores whole
-    chunks only; this cache keeps them all. It costs the memory of full attention until it is
-    dropped. For models without sliding windows it is a plain `DynamicCache`.
-
-    Raises:
-        UnsupportedCache: The model's cache has layers kvd cannot cut.
-    """
-    cache = DynamicCache(config=model.config)
-    check_layers(cache)
-    record_past(cache)
-    return cache
-
-
-def record_past(cache: Any) -> None:  # noqa: ANN401 - a method without types
-    """Let sliding-window layers keep what their window has left behind."""
-    cache.activate_past_recording()
-
-
-def check_layers(cache: object) -> None:
-    """Refuse any cache but a `DynamicCache` of plain and sliding-window layers.
-
-    Raises:
-        UnsupportedCache: Naming the first odd layer, its kind and what to do.
-    """
-    for index, layer in enumerate(getattr(cache, "layers", ())):
-        kind = type(layer).__name__
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            continue
-        if "Static" in kind or "Quanti" in kind:
-            mend = (
-                "give generate() past_key_values=kvd_client.transformers.new_cache(model) and no "
-                "cache_implementation"
-            )
-        else:
-            mend = "run this model without kvd: such a state cannot be cut at a chunk's end"
-        msg = f"cache layer {index} is a {kind}; kvd takes plain and sliding-window layers: {mend}"
-        raise UnsupportedCache(msg)
-    if not isinstance(cache, DynamicCache):
-        msg = f"the cache is a {type(cache).__name__}, not a DynamicCache: use new_cache(model)"
-        raise UnsupportedCache(msg)
-    if cache.offloading:
-        msg = "the cache offloads its layers while it is read: use new_cache(model)"
-        raise UnsupportedCache(msg)
 
 
 def plan_model(model: Any) -> ModelPlan:  # noqa: ANN401 - any decoder model
@@ -221,101 +81,14 @@ def plan_model(model: Any) -> ModelPlan:  # noqa: ANN401 - any decoder model
         dtypes.pop(),
         tuple(layer.keys.device for layer in layers),
         frozenset(_media_tokens(model.config.to_dict())),
+        _takes_positions(model),
     )
 
 
-def layer_shape(index: int, layer: Any) -> LayerShape:  # noqa: ANN401 - a cache layer
-    """Read one filled layer's shape.
-
-    Raises:
-        UnsupportedCache: The layer is empty, or is not of one sequence.
-    """
-    if not layer.is_initialized:
-        msg = f"cache layer {index} is empty: run the model on the prompt first"
-        raise UnsupportedCache(msg)
-    keys, values = layer.keys.shape, layer.values.shape
-    if keys[0] != 1:
-        msg = f"the cache holds {keys[0]} sequences; kvd takes one at a time: run a batch of 1"
-        raise UnsupportedCache(msg)
-    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0
-    return LayerShape(keys[1], keys[3], values[3], window)
-
-
-def loaded_cache(
-    model: Any,  # noqa: ANN401 - any decoder model
-    states: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    tokens: int,
-) -> DynamicCache:
-    """Make a cache of loaded states; it keeps its past, so that it can be stored again.
-
-    Args:
-        model: Whose.
-        states: For each layer K and V as `[1, heads, tokens, size]`; of a sliding-window layer the
-            last tokens are enough. The cache owns them from now on.
-        tokens: Of the prefix.
-    """
-    cache = DynamicCache(config=model.config)
-    layer: Any
-    for index, layer in enumerate(cache.layers):
-        keys, values = states[index]
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = tokens
-    record_past(cache)
-    return cache
-
-
-def check_filled(plan: ModelPlan, cache: Cache) -> int:
-    """Return the tokens a cache of this model holds.
-
-    Raises:
-        UnsupportedCache: It is of another kind, of more than one sequence, or not this model's.
-    """
-    check_layers(cache)
-    if len(cache.layers) != plan.layers:
-        msg = f"the cache has {len(cache.layers)} layers, the model {plan.layers}"
-        raise UnsupportedCache(msg)
-    length: int = cache.get_seq_length()
-    for group in plan.groups:
-        for index in group.layers:
-            layer: Any = cache.layers[index]
-            shape = layer_shape(index, layer)
-            if shape != group.shape or layer.keys.dtype != plan.dtype:
-                msg = (
-                    f"cache layer {index} holds {layer.keys.dtype} {tuple(shape)}, not this "
-                    f"model's {plan.dtype} {tuple(group.shape)} (autocast, or another model)"
-                )
-                raise UnsupportedCache(msg)
-            if layer.get_seq_length() != length:
-                msg = f"cache layer {index} holds {layer.get_seq_length()} tokens, not {length}"
-                raise UnsupportedCache(msg)
-    return length
-
-
-def first_complete(group: LayerGroup, cache: Cache, chunk_tokens: int) -> int:
-    """Return the first chunk of which the cache still holds every token for this group."""
-    layers: list[Any] = [cache.layers[index] for index in group.layers]
-    dropped: int = max(layer.get_seq_length() - layer.keys.shape[-2] for layer in layers)
-    return -(-dropped // chunk_tokens)
-
-
-def prompt_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Return one prompt's token ids.
-
-    Raises:
-        UnsupportedInput: More than one prompt, or padding.
-    """
-    if input_ids.dim() == 2 and input_ids.shape[0] == 1:  # noqa: PLR2004 - [batch, tokens]
-        input_ids = input_ids[0]
-    if input_ids.dim() != 1:
-        msg = f"input_ids has shape {list(input_ids.shape)}; kvd takes one prompt at a time"
-        raise UnsupportedInput(msg)
-    if attention_mask is not None and not bool(attention_mask.bool().all()):
-        msg = "the prompt is padded, which shifts positions: pass it without padding"
-        raise UnsupportedInput(msg)
-    tokens: list[int] = input_ids.tolist()
-    return tokens
+def _takes_positions(model: Any) -> bool:  # noqa: ANN401 - any decoder model
+    """Whether a padded prompt's positions can be told to the model, as `generate` does."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
+    return "position_ids" in inspect.signature(base.forward).parameters
 
 
 def _check_model(model: Any) -> None:  # noqa: ANN401 - any decoder model

@@ -242,6 +242,7 @@ class Reserve(NamedTuple):
     hashes: bytes
     groups: int
     deadline_ms: int
+    lossy: int
 
 
 class Publish(NamedTuple):
@@ -390,7 +391,7 @@ REQUESTS: Table = {
     3: (Acquire, (_ID, _HASHES, _SMALL, _SMALL, _FLAG)),
     4: (Attach, (_ID, _TOKEN)),
     5: (Release, (_ID, _ID)),
-    6: (Reserve, (_ID, _HASH, _HASHES, _SMALL, _SMALL)),
+    6: (Reserve, (_ID, _HASH, _HASHES, _SMALL, _SMALL, _FLAG)),
     7: (Publish, (_ID, _GENERATIONS)),
     8: (Abort, (_ID, _GENERATIONS)),
     9: (Prefill, (_ID, _SMALL, _SMALL)),

@@ -332,6 +332,8 @@ class Dispatcher:
         chosen = [group for group in groups if ask.groups >> group & 1]
         if len(hashes) * len(chosen) > wire.HASHES_MAX or ask.groups >> len(groups):
             raise WireError("Reserve.groups", "must name groups of the layout, few enough")
+        if ask.lossy and not caller.space.lossy:
+            raise WireError("Reserve.lossy", "must be 0 in an exact namespace")
         if self.draining:
             refused = [
                 (index, group, Status.DRAINING, *wire.NOWHERE)
@@ -349,6 +351,7 @@ class Dispatcher:
             hashes=hashes,
             groups=ask.groups,
             deadline_ns=self._clock.now_ns() + deadline_ms * _MS,
+            lossy=bool(ask.lossy),
         )
         maybe_fault("reserve.after")
         if self._catalog.eviction.pressed and self._riser is not None:

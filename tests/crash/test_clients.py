@@ -315,7 +315,7 @@ def test_a_client_that_never_reads_replies_holds_up_nobody(
     offender, neighbour = greeted(daemon), connect()
     hashes = bytes(32 * 4096)
     for request in range(1, 5000):
-        body = wire.encode(wire.Reserve(request, namespace().id, hashes[: 32 * 4000], 1, 0))
+        body = wire.encode(wire.Reserve(request, namespace().id, hashes[: 32 * 4000], 1, 0, 0))
         if not offender.send(body):
             break
     assert neighbour.ping()

@@ -120,9 +120,51 @@ def greedy(model: Any, ids: Any, cache: Any = None, tokens: int = 16) -> list[in
     return answer
 
 
+@torch.no_grad()
+def greedy_rows(
+    model: Any, ids: Any, mask: Any = None, cache: Any = None, tokens: int = 16, **options: Any
+) -> list[list[int]]:
+    """Generate greedily for a batch; the new tokens of each row."""
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        past_key_values=cache,
+        **options,
+    )
+    answers: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return answers
+
+
+def padded(prompts: list[Any]) -> tuple[Any, Any]:
+    """A batch of prompts of any lengths, padded on the left, and its mask."""
+    longest = max(ids.shape[1] for ids in prompts)
+    ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, each in enumerate(prompts):
+        ids[row, longest - each.shape[1] :] = each[0]
+        mask[row, longest - each.shape[1] :] = 1
+    return ids, mask
+
+
+def run_rows(
+    client: Any, model: Any, ids: Any, mask: Any = None
+) -> tuple[list[list[int]], kvd_hf.Prefix, kvd_hf.Stored]:
+    """What an engine does with a batch: load, generate, store."""
+    prefix = kvd_hf.load_prefix(client, model, ids, attention_mask=mask)
+    cache = kvd_hf.new_cache(model) if prefix.cache is None else prefix.cache
+    answer = greedy_rows(model, ids, mask, cache)
+    stored = kvd_hf.store_prefix(client, model, cache, ids, attention_mask=mask)
+    return answer, prefix, stored
+
+
 def connect(daemon: Any, model: Any, **options: Any) -> Any:
-    """Connect an engine with small chunks."""
-    return kvd_hf.connect_model(model, daemon.socket, chunk_tokens=CHUNK, **options)
+    """Connect an engine with small chunks; a busy machine's daemon may take its time."""
+    usual = {"chunk_tokens": CHUNK, "answer_s": 5.0}
+    return kvd_hf.connect_model(model, daemon.socket, **{**usual, **options})
 
 
 def run(client: Any, model: Any, ids: Any) -> tuple[list[int], kvd_hf.Prefix, kvd_hf.Stored]:

@@ -161,13 +161,13 @@ def test_a_client_belongs_to_its_model(daemon: Any) -> None:
 
 
 def test_other_caches_are_refused(daemon: Any) -> None:
-    """A static cache, an offloading one, one of two sequences, or of another model."""
+    """An offloading cache, one of two sequences, an empty one, or one of another model."""
     ids = prompt(64)
     model = llama()
     with connect(daemon, model) as client:
-        static = StaticCache(config=model.config, max_cache_len=128)
-        with pytest.raises(kvd_hf.UnsupportedCache, match=r"layer 0 is a StaticLayer.*new_cache"):
-            kvd_hf.store_prefix(client, model, static, ids)
+        offloading = StaticCache(config=model.config, max_cache_len=128, offloading=True)
+        with pytest.raises(kvd_hf.UnsupportedCache, match=r"offloads.*new_cache"):
+            kvd_hf.store_prefix(client, model, offloading, ids)
         pair = DynamicCache(config=model.config)
         with torch.no_grad():
             model(input_ids=ids.repeat(2, 1), past_key_values=pair)
@@ -181,18 +181,6 @@ def test_other_caches_are_refused(daemon: Any) -> None:
             wide(input_ids=ids, past_key_values=cache)
         with pytest.raises(kvd_hf.UnsupportedCache, match="another model"):
             kvd_hf.store_prefix(client, model, cache, ids)
-
-
-def test_other_prompts_are_refused(daemon: Any) -> None:
-    """Two prompts at once, or one with padding, are misuse and say so."""
-    model = llama()
-    with connect(daemon, model) as client:
-        with pytest.raises(kvd_hf.UnsupportedInput, match=r"\[2, 64\].*one prompt"):
-            kvd_hf.load_prefix(client, model, prompt(64).repeat(2, 1))
-        mask = torch.ones(1, 64)
-        mask[0, 0] = 0
-        with pytest.raises(kvd_hf.UnsupportedInput, match="padded"):
-            kvd_hf.load_prefix(client, model, prompt(64), attention_mask=mask)
 
 
 def test_other_models_are_refused() -> None:

@@ -64,8 +64,8 @@ def test_an_exact_copy_comes_back_from_nvme(cold_daemon: Any, name: str) -> None
     assert (stored.tokens, stored.bytes, stored.lossy) == (WHOLE, 0, False)
 
 
-def test_a_lossy_copy_is_told_and_not_stored_again(cold_daemon: Any) -> None:
-    """FP8 from NVMe is marked; not even where kvd's own copy left memory is it stored as exact."""
+def test_a_lossy_copy_is_told_and_goes_nowhere_else(cold_daemon: Any) -> None:
+    """FP8 from NVMe is marked; no other namespace takes it, nor what was computed after it."""
     ids = prompt()
     model = llama()
     with connect(cold_daemon, model, lossy=True) as client:
@@ -80,24 +80,15 @@ def test_a_lossy_copy_is_told_and_not_stored_again(cold_daemon: Any) -> None:
         assert (prefix.tokens, prefix.lossy, prefix.note) == (WHOLE, True, "")
         greedy(model, longer, prefix.cache)
     assert prefix.cache is not None
-    restart(cold_daemon)  # the loaded chunks are no longer in host memory
-    with connect(cold_daemon, model, lossy=True) as client:
-        copied = copy.deepcopy(prefix.cache)
-        stored = kvd_hf.store_prefix(client, model, copied, longer)
-        chunk_bytes = sum(group.object_bytes for group in client.layout.groups)
-        assert (stored.tokens, stored.lossy) == (340 // CHUNK * CHUNK, True)
-        assert stored.bytes == (340 // CHUNK - WHOLE // CHUNK) * chunk_bytes
-        again = kvd_hf.load_prefix(client, model, longer)
-        assert (again.tokens, again.lossy) == (stored.tokens, True)
     with connect(cold_daemon, model) as client:
-        refused = kvd_hf.store_prefix(client, model, prefix.cache, ids)
-        assert (refused.tokens, refused.bytes) == (0, 0)
+        refused = kvd_hf.store_prefix(client, model, copy.deepcopy(prefix.cache), ids)
+        assert (refused.tokens, refused.bytes, refused.lossy) == (0, 0, True)
         assert "another namespace" in refused.note
         assert run(client, model, ids)[0] == exact
 
 
-def test_a_lossy_copy_that_is_gone_is_not_claimed(cold_daemon: Any, make_daemon: Any) -> None:
-    """What follows a lossy prefix is not stored where kvd holds that prefix no more."""
+def test_what_follows_a_lossy_copy_is_lossy_for_good(cold_daemon: Any) -> None:
+    """A tail computed after FP8 stays marked when an exact copy of the prefix has come back."""
     ids = prompt()
     model = llama()
     with connect(cold_daemon, model, lossy=True) as client:
@@ -109,12 +100,20 @@ def test_a_lossy_copy_that_is_gone_is_not_claimed(cold_daemon: Any, make_daemon:
     assert prefix.lossy
     assert prefix.cache is not None
     greedy(model, longer, prefix.cache)
-    other = make_daemon("other")
-    other.start()
-    with connect(other, model, lossy=True) as client:  # the same namespace, elsewhere
+    restart(cold_daemon)  # what was brought up is on NVMe only
+    with connect(cold_daemon, model, lossy=True) as client:
+        cache = kvd_hf.new_cache(model)
+        greedy(model, ids, cache)
+        kvd_hf.store_prefix(client, model, cache, ids)
         stored = kvd_hf.store_prefix(client, model, prefix.cache, longer)
-    assert (stored.tokens, stored.bytes) == (0, 0)
-    assert stored.note
+        assert (stored.tokens, stored.lossy) == (340 // CHUNK * CHUNK, True)
+        alone = kvd_hf.load_prefix(client, model, ids)
+        assert (alone.tokens, alone.lossy) == (WHOLE, False), "this was computed"
+        whole = kvd_hf.load_prefix(client, model, longer)
+        assert (whole.tokens, whole.lossy) == (stored.tokens, True)
+    restart(cold_daemon)
+    with connect(cold_daemon, model, lossy=True) as client:
+        assert kvd_hf.load_prefix(client, model, longer).lossy
 
 
 def test_what_is_not_worth_loading_is_not_loaded(cold_daemon: Any) -> None:

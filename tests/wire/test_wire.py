@@ -77,8 +77,8 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
     ("REQUESTS", wire.Release(6, 9), "93050609"),
     (
         "REQUESTS",
-        wire.Reserve(8, b"\x44" * 32, b"\x55" * 32, 3, 250),
-        "960608c420" + "44" * 32 + "c420" + "55" * 32 + "03ccfa",
+        wire.Reserve(8, b"\x44" * 32, b"\x55" * 32, 3, 250, 1),
+        "970608c420" + "44" * 32 + "c420" + "55" * 32 + "03ccfa01",
     ),
     (
         "REQUESTS",
@@ -156,7 +156,7 @@ KINDS: Final[dict[str, str]] = {
     "Acquire": "u64 hashes u32 u32 u1",
     "Attach": "u64 token",
     "Release": "u64 u64",
-    "Reserve": "u64 hash hashes u32 u32",
+    "Reserve": "u64 hash hashes u32 u32 u1",
     "Publish": "u64 generations",
     "Abort": "u64 generations",
     "Prefill": "u64 u32 u32",
