@@ -176,7 +176,7 @@ class Forms:
         """Compile what has to be."""
         import torch
 
-        from kvd_client.hf_model import ORDER
+        from kvd_client.hf_cache import ORDER
 
         assert bench_codec.ORDERS["_heads"] == ORDER  # the layout of kvd_client.transformers
         self._torch = torch

@@ -1,0 +1,39 @@
+"""The examples run, on the CPU, as their own head says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(daemon: Any, name: str, *arguments: str) -> str:
+    """Run an example against a daemon; its output."""
+    path = ROOT / "examples" / name
+    done = subprocess.run(
+        [sys.executable, path, "--socket", daemon.socket, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_transformers_generate(daemon: Any) -> None:
+    """It loads what it stored, answers the same, and each turn loads the turns before."""
+    pytest.importorskip("transformers")
+    out = run(daemon, "transformers_generate.py")
+    assert "the same answer: True" in out
+    loaded = [int(line.split(" ms")[1].split()[0]) for line in out.splitlines() if " ms" in line]
+    assert loaded[:2] == [0, 576], out
+    assert loaded[4] > loaded[2] >= 576, out
