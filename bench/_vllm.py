@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PYTHON: Final = ROOT / ".venv-vllm" / "bin" / "python"
+CONNECTOR: Final = ("KvdConnector", "kvd_client.vllm")
 START_S: Final = 180.0
 ANSWER_S: Final = 180.0
 
@@ -36,6 +37,7 @@ class Engine:
         *,
         kvd: dict[str, Any] | None = None,
         policy: str = "recompute",
+        connector: tuple[str, str] = CONNECTOR,
         multiprocess: bool = False,
         environment: dict[str, str] | None = None,
         **llm: Any,  # noqa: ANN401 - JSON
@@ -47,6 +49,7 @@ class Engine:
             log: Where its output goes.
             kvd: kv_connector_extra_config; None for an engine without kvd.
             policy: kv_load_failure_policy.
+            connector: Class and module.
             multiprocess: Scheduler and worker in processes of their own, as in production.
             environment: More variables.
             llm: More arguments of `vllm.LLM`.
@@ -64,8 +67,8 @@ class Engine:
         }
         if kvd is not None:
             arguments["kv_transfer_config"] = {
-                "kv_connector": "KvdConnector",
-                "kv_connector_module_path": "kvd_client.vllm",
+                "kv_connector": connector[0],
+                "kv_connector_module_path": connector[1],
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": kvd,

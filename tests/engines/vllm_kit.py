@@ -125,3 +125,38 @@ def poison(daemon: DaemonProcess) -> int:
                     slab.write(bytes(byte ^ 0x15 if byte else 0 for byte in block))
                     size += len(block)
     return size
+
+
+def save_model(folder: Path, kind: str) -> Path:
+    """Write a small random model: `gemma`, full and sliding layers; `deepseek`, latent ones."""
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    model: Any
+    if kind == "gemma":
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        config: Any = transformers.Gemma3TextConfig(
+            **SHAPE, num_hidden_layers=6, sliding_window=CHUNK * 2, layer_types=kinds
+        )
+        model = transformers.Gemma3ForCausalLM(config)
+    else:
+        shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+        config = transformers.DeepseekV3Config(
+            **{**shape, "num_key_value_heads": 4},
+            num_hidden_layers=3,
+            first_k_dense_replace=3,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            kv_lora_rank=64,
+            q_lora_rank=32,
+            qk_rope_head_dim=32,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+        )
+        model = transformers.DeepseekV3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

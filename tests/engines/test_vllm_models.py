@@ -1,0 +1,74 @@
+"""The vLLM connector with other shapes: two ranks, sliding windows, latent attention, and LoRA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engines.vllm_kit import (
+    CHUNK,
+    needs_vllm,
+    poison,
+    prompt,
+    reset,
+    save_llama,
+    save_model,
+    settled,
+    start_engine,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bench._daemon import DaemonProcess
+
+__all__ = ["start_engine"]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LONG = prompt(8 * CHUNK + 1)
+ANSWER = 12
+
+
+def prove(engine: Any, daemon: DaemonProcess) -> None:
+    """What is loaded answers as the engine's own hit, and other bytes do not."""
+    assert engine.generate([LONG], ANSWER)["cached"] == [0]
+    own = engine.generate([LONG], ANSWER)
+    assert own["cached"] == [8 * CHUNK]
+    settled(daemon, published=1)
+    reset(engine)
+    loaded = engine.generate([LONG], ANSWER)
+    assert loaded["cached"] == [8 * CHUNK]
+    assert loaded["tokens"] == own["tokens"]
+    settled(daemon)
+    reset(engine)
+    assert poison(daemon)
+    poisoned = engine.generate([LONG], ANSWER)
+    assert poisoned["cached"] == [8 * CHUNK]
+    assert poisoned["tokens"] != own["tokens"], "what was loaded makes no difference"
+    reset(engine)
+    settled(daemon)
+
+
+def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]) -> None:
+    """With TP=2 each rank loads its own part, under one lease."""
+    engine = start_engine(
+        save_llama(tmp_path / "model"),
+        daemon.socket,
+        dtype="float32",
+        tensor_parallel_size=2,
+        multiprocess=True,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    prove(engine, daemon)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "deepseek"])
+def test_other_attention(
+    kind: str, daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """Full and sliding layers in one model; one latent a token (MLA)."""
+    prove(
+        start_engine(save_model(tmp_path / "model", kind), daemon.socket, dtype="float32"), daemon
+    )

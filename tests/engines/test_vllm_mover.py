@@ -1,0 +1,170 @@
+"""The vLLM worker's mover against a real daemon, with pages of its own and without vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import kvd_client
+from kvd_client import _copiers
+from kvd_client.vllm.messages import Load, Save
+from kvd_client.vllm.mover import Mover
+from kvd_client.vllm.pages import GroupPages, Pages, Piece
+from kvd_client.vllm.stats import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bench._daemon import DaemonProcess
+
+PAGES = 4
+PAGE_BYTES = 1024
+LAYERS = 3
+BLOCKS = 64
+CHAIN = [bytes([n]) * 32 for n in range(1, 9)]
+
+
+class Rank:
+    """Memory of an engine, and the mover over it."""
+
+    def __init__(self, client: kvd_client.Client) -> None:
+        """Lay out two groups in one allocation, as vLLM does."""
+        self.memory = np.random.default_rng(1).integers(
+            1, 255, (LAYERS, BLOCKS, PAGE_BYTES), dtype=np.uint8
+        )
+        base = self.memory.ctypes.data
+        starts = np.array([[base + n * BLOCKS * PAGE_BYTES] for n in range(LAYERS)])
+        self.copier = _copiers.build_copier("syscall", 1)
+        groups = [GroupPages(starts, PAGE_BYTES, PAGE_BYTES, PAGES)] * 2
+        self.pages = Pages(groups, BLOCKS, self.copier)
+        self.client = client
+        self.counts = Counts()
+        self.mover = Mover(client, self.pages, self.counts, writes=True)
+
+    def wait(self) -> None:
+        """Wait until nothing is under way."""
+        until = time.monotonic() + 10
+        while not self.mover.idle:
+            assert time.monotonic() < until
+            time.sleep(0.002)
+
+    def load(self, first: int, blocks: tuple[tuple[int, ...], ...], chunks: int) -> Any:
+        """Hold, load, and wait for the end."""
+        lease = self.client.acquire(CHAIN[:chunks], first=first, read=False)
+        self.mover.load(Load("r", lease.token, first, blocks, wait=False))
+        until = time.monotonic() + 10
+        while not (ended := self.mover.take()).loaded:
+            assert time.monotonic() < until
+            time.sleep(0.002)
+        lease.release()
+        return ended
+
+
+@pytest.fixture
+def rank(connect: Callable[..., kvd_client.Client]) -> Iterator[Rank]:
+    """Make a rank with two groups; the second sees a window of two chunks."""
+    size = LAYERS * PAGES * PAGE_BYTES
+    groups = (
+        kvd_client.Group("full", LAYERS, 1, 8, size),
+        kvd_client.Group("sliding", LAYERS, 1, 8, size, window=9),
+    )
+    made = Rank(connect(layout=kvd_client.Layout(4, 1, "uint8", groups)))
+    yield made
+    made.mover.close()
+
+
+def test_what_was_saved_is_loaded_elsewhere(rank: Rank) -> None:
+    """Pages come back in other blocks, byte for byte; null blocks and known pages are left alone.
+
+    Of the sliding group only the chunks that were there are saved, and the window's are needed.
+    """
+    before = rank.memory.copy()
+    full = tuple(range(1, 17))
+    sliding = (0, 0, 0, 0, 0, 18, 19, 20, *range(21, 29))
+    rank.mover.save(Save("r", b"", tuple(CHAIN[:4]), (full, sliding)))
+    rank.wait()
+    assert rank.counts.take()["saves"] == 1
+    target_full = (0, 0, 42, 43, *range(44, 56))
+    target_sliding = (*(0,) * 8, *range(56, 64))
+    ended = rank.load(0, (target_full, target_sliding), 4)
+    assert (ended.loaded, ended.failed, ended.bad_blocks) == ({"r"}, set(), set())
+    assert (rank.memory[:, 42:56] == before[:, 3:17]).all()
+    assert (rank.memory[:, 56:64] == before[:, 21:29]).all()
+    assert (rank.memory[:, :42] == before[:, :42]).all()
+    assert rank.counts.take()["loads"] == 1
+
+
+def test_a_save_goes_on_where_another_ended(rank: Rank) -> None:
+    """The parent's hash joins two saves into one chain."""
+    blocks = tuple(range(1, 9)), tuple(range(9, 17))
+    rank.mover.save(Save("r", b"", tuple(CHAIN[:2]), blocks))
+    rank.mover.save(Save("r", CHAIN[1], tuple(CHAIN[2:4]), blocks))
+    rank.wait()
+    assert rank.client.lookup(CHAIN).chunks == 4
+
+
+def test_a_fence_ends_saves_of_its_blocks_and_no_others(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save in the middle of a copy is waited for and kept; one that waits is not begun."""
+    copying, go = threading.Event(), threading.Event()
+    copy = rank.copier.copy
+
+    def held(*arguments: Any) -> None:
+        copying.set()
+        assert go.wait(10)
+        copy(*arguments)
+
+    monkeypatch.setattr(rank.copier, "copy", held)
+    blocks = [tuple(range(8 * n + 1, 8 * n + 5)) for n in range(3)]
+    for number in range(3):
+        save = Save("r", b"", (CHAIN[number],), (blocks[number], blocks[number]))
+        rank.mover.save(save)
+    assert copying.wait(10)
+    fence = threading.Thread(target=rank.mover.fence, args=([blocks[0][0], blocks[1][0]],))
+    fence.start()
+    fence.join(0.05)
+    assert fence.is_alive(), "the fence did not wait for the copy"
+    go.set()
+    fence.join(10)
+    rank.memory[:, blocks[0]] = 0
+    rank.wait()
+    found = [rank.client.lookup([key]).chunks for key in CHAIN[:3]]
+    assert found == [1, 0, 1]
+    with rank.client.acquire([CHAIN[0]]) as lease:
+        assert all(lease.view(0)), "saved after the fence"
+
+
+def test_a_load_that_cannot_be_done_ends_all_the_same(rank: Rank, daemon: DaemonProcess) -> None:
+    """A lease that holds too little, a token of nobody, a dead daemon: failed, with its blocks."""
+    rank.mover.save(Save("r", b"", (CHAIN[0],), (tuple(range(1, 5)), (0,) * 4)))
+    rank.wait()
+    blocks = (tuple(range(30, 34)), tuple(range(34, 38)))
+    before = rank.memory.copy()
+    rank.mover.load(Load("a", bytes(16), 0, blocks, wait=False))
+    rank.wait()
+    daemon.kill()
+    rank.mover.load(Load("b", bytes(range(16)), 0, blocks, wait=False))
+    until = time.monotonic() + 10
+    loaded: set[str] = set()
+    while loaded != {"a", "b"}:
+        ended = rank.mover.take()
+        assert ended.loaded == ended.failed
+        assert not ended.loaded or ended.bad_blocks == set(range(30, 38))
+        assert not loaded & ended.loaded, "a load ended twice"
+        loaded |= ended.loaded
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    assert (rank.memory == before).all()
+
+
+def test_no_address_outside_the_allocation(rank: Rank) -> None:
+    """A block id that the engine does not have is refused before a byte moves (A1)."""
+    buffer = memoryview(bytearray(LAYERS * PAGES * PAGE_BYTES))
+    for wrong in (BLOCKS, -1):
+        with pytest.raises(AssertionError):
+            rank.pages.load([Piece(0, (1, 2, 3, wrong), buffer)])

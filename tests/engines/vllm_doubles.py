@@ -1,0 +1,55 @@
+"""Connectors for tests of faults: kvd's own, made slow, or cut off at the worst moment.
+
+vLLM loads them by module path, in its own environment.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvd_client.vllm.connector import KvdConnector
+
+
+class CutOffConnector(KvdConnector):
+    """Every promised load fails: the worker's session ends before it."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Close the worker's session, then go on as ever."""
+        worker = self._worker
+        assert worker is not None
+        assert worker._client is not None
+        if self._get_connector_metadata().step.loads:
+            worker._client.close()
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class SlowConnector(KvdConnector):
+    """Every copy takes `slow_s` longer (0.2): before, between and after its bytes are moved."""
+
+    slow_s = 0.2
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register, then put a brake on the copies."""
+        super().register_kv_caches(kv_caches)
+        worker = self._worker
+        assert worker is not None
+        assert worker._pages is not None
+        copier = worker._pages._copier
+        copy = copier.copy
+
+        def slowly(target: Any, source: Any, page_bytes: int) -> None:
+            half = len(target) // 2
+            time.sleep(self.slow_s / 3)
+            copy(target[:half], source[:half], page_bytes)
+            time.sleep(self.slow_s / 3)
+            copy(target[half:], source[half:], page_bytes)
+            time.sleep(self.slow_s / 3)
+
+        copier.copy = slowly  # type: ignore[method-assign]
+
+
+class VerySlowConnector(SlowConnector):
+    """Long enough to be killed in the middle."""
+
+    slow_s = 20.0
