@@ -2,7 +2,7 @@
 
     python -m bench.ttft --engine hf
     python -m bench.ttft --engine hf --rounds 5 --json
-    python -m bench.ttft --engine vllm --json            # see bench/ttft_vllm.py
+    python -m bench.ttft --engine vllm --json            # see bench/_vllm_ttft.py
 
 Each round takes two engine processes of the demo, which share a salt that no other round has:
 the first finds nothing, computes and stores; the second loads. Times are medians over the rounds.
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from bench import ttft_vllm
+from bench import _vllm_ttft
 from kvd.demo import model, processes
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def main() -> int:
     try:
         model.gguf_folder()
         if arguments.engine == "vllm":
-            figures = ttft_vllm.run(arguments.rounds, arguments.tokens, arguments.part)
+            figures = _vllm_ttft.run(arguments.rounds, arguments.tokens, arguments.part)
             return show(figures, arguments.json)
         processes.prepare(lambda text: print(text, file=sys.stderr, flush=True))
         figures = summary(run_rounds(arguments.rounds, options))

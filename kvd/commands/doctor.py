@@ -19,6 +19,7 @@ EPILOG: Final = """\
 examples:
   kvd doctor
   kvd doctor --config kvd.toml --only memlock --only huge-pages
+  kvd doctor --engine vllm --python /opt/vllm/bin/python
   kvd doctor --json | jq '.findings[] | select(.level != "ok")'
 
 Run it as the user that runs the daemon. It changes nothing.
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the daemon's (default: $KVD_CONFIG, else /etc/kvd/kvd.toml if there is one)",
     )
     parser.add_argument("--socket", metavar="PATH", help="the daemon's, if not as configured")
+    parser.add_argument("--engine", choices=["vllm"], help="also look at an engine's environment")
+    parser.add_argument(
+        "--python", metavar="PATH", help="that engine's interpreter (default: this one)"
+    )
     parser.add_argument(
         "--only", metavar="CHECK", action="append", help="run this check; may be given again"
     )

@@ -15,7 +15,7 @@ from kvd.doctor.base import CHECK_S, CHECKS, Check, Finding, Host, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MODULES: Final = ("kernel", "memory", "disk", "daemon")
+MODULES: Final = ("kernel", "memory", "disk", "daemon", "engine")
 """Modules of this package with checks, in the order in which their findings are shown."""
 
 
@@ -30,7 +30,9 @@ def checks() -> dict[str, Check]:
     """Import all checks and return them by name, in order."""
     for module in MODULES:
         importlib.import_module(f"kvd.doctor.{module}")
-    return CHECKS
+    place = {f"kvd.doctor.{module}": number for number, module in enumerate(MODULES)}
+    ordered = sorted(CHECKS.items(), key=lambda item: place.get(item[1].look.__module__, 0))
+    return dict(ordered)
 
 
 def examine(host: Host, chosen: Sequence[Check], limit_s: float = CHECK_S) -> Iterator[Result]:
