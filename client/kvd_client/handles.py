@@ -167,6 +167,26 @@ class Lease:
         end = place.offset_bytes + place.size_bytes
         return self._views.keep(self._slabs[place.slab][place.offset_bytes : end].toreadonly())
 
+    def hand_over(self) -> Lease:
+        """End this handle and give a new one that holds in its place, for who copies later."""
+        if not self._open:
+            msg = "this lease has ended: acquire again"
+            raise HandleClosed(msg)
+        self._open = False
+        self._views.release()
+        number, self.lease = self.lease, 0
+        return Lease(
+            self._client,
+            self.connection,
+            number,
+            token=self.token,
+            first=self.first,
+            chunks=self.chunks,
+            lossy=self.lossy,
+            objects=self._objects,
+            slabs=self._slabs,
+        )
+
     def release(self) -> None:
         """End the lease. Call it when the last copy out of it has finished; twice is harmless."""
         if self._open:
@@ -222,6 +242,11 @@ class Reservation:
     def placed(self) -> list[Slot]:
         """The slots that have a buffer and are neither published nor given back."""
         return list(self.open.values())
+
+    def hand_over(self, slots: list[Slot]) -> Reservation:
+        """Give open slots to a reservation of their own, for who fills them later."""
+        chosen = [slot for slot in slots if self.open.pop(slot.generation, None) is not None]
+        return Reservation(self._client, self.connection, tuple(chosen))
 
     def close(self, generations: list[int]) -> None:
         """Forget slots that were published or given back."""

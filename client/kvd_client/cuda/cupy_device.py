@@ -1,0 +1,175 @@
+"""The real device: CuPy's bindings of the CUDA runtime, and `kernels.cu` through its RawModule.
+
+CuPy and not torch, because it binds the runtime without owning the memory, and compiles kernels
+with no compiler installed. Every call below releases the GIL. Imports CuPy when a device is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kvd_client.cuda.device import DeviceError
+from kvd_client.cuda.kernels import NAMES, OPTIONS, SOURCE, THREADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd_client.cuda.kernels import Call
+
+_NON_BLOCKING = 1  # cudaStreamNonBlocking
+_DISABLE_TIMING = 2  # cudaEventDisableTiming
+_PORTABLE = 1  # cudaHostRegisterPortable, cudaHostAllocPortable
+_LAZY_PEER = 1  # cudaIpcMemLazyEnablePeerAccess
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+_SUCCESS, _NOT_READY = 0, 600
+_TYPES = {
+    "pointer": ctypes.c_uint64,
+    "u64": ctypes.c_uint64,
+    "u32": ctypes.c_uint32,
+    "i32": ctypes.c_int32,
+}
+
+
+class CupyDevice:
+    """A GPU by its CUDA index; see `device.Device`.
+
+    Making one creates a context on that GPU and on no other. Threads that call it are given the GPU
+    as their current one.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        """Take the GPU into use.
+
+        Raises:
+            DeviceError: No CuPy, no driver or no such GPU; the text says which.
+        """
+        try:
+            import cupy
+        except ImportError as error:
+            text = f"CuPy is not installed ({error}): pip install 'kvd[cuda13]' or 'kvd[cuda12]'"
+            raise DeviceError(text) from error
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self.index = index
+        try:
+            count = self._runtime.getDeviceCount()
+            if not 0 <= index < count:
+                raise DeviceError(f"no CUDA device {index}: this process sees {count}")
+            self._runtime.setDevice(index)
+            properties = self._runtime.getDeviceProperties(index)
+        except DeviceError:
+            raise
+        except Exception as error:  # CuPy's own types, and what its loader raises
+            raise DeviceError(f"CUDA does not work here: {error}") from error
+        self.uuid = bytes(properties["uuid"])[:16]
+        self.name = bytes(properties["name"]).rstrip(b"\0").decode(errors="replace")
+        self.multiprocessors = int(properties["multiProcessorCount"])
+
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+        """Call the runtime with this GPU as the thread's current one."""
+        try:
+            self._enter()
+            return call(*arguments)
+        except self._runtime.CUDARuntimeError as error:
+            raise DeviceError(str(error)) from error
+        except self._cupy.cuda.driver.CUDADriverError as error:
+            raise DeviceError(str(error)) from error
+
+    def _enter(self) -> None:
+        if self._runtime.getDevice() != self.index:
+            self._runtime.setDevice(self.index)
+
+    @cached_property
+    def _kernels(self) -> dict[str, Any]:
+        """Compile `kernels.cu`, or take it from CuPy's cache on disk."""
+        source = SOURCE.read_text(encoding="utf-8")
+        module = self._cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
+        return {name: module.get_function(name) for name in NAMES}
+
+    def prepare(self) -> None:
+        """Compile the kernels now; otherwise the first launch does."""
+        try:
+            self._call(lambda: self._kernels)
+        except self._cupy.cuda.compiler.CompileException as error:
+            raise DeviceError(f"kernels.cu does not compile here: {error}") from error
+
+    def current_stream(self) -> int:
+        """Return torch's current stream where torch is loaded, CuPy's otherwise."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return int(torch.cuda.current_stream(self.index).cuda_stream)
+        return int(self._cupy.cuda.get_current_stream(self.index).ptr)
+
+    def make_stream(self) -> int:
+        return int(self._call(self._runtime.streamCreateWithFlags, _NON_BLOCKING))
+
+    def make_event(self) -> int:
+        return int(self._call(self._runtime.eventCreateWithFlags, _DISABLE_TIMING))
+
+    def destroy_event(self, event: int) -> None:
+        self._call(self._runtime.eventDestroy, event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call(self._runtime.eventRecord, event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._call(self._runtime.streamWaitEvent, stream, event)
+
+    def happened(self, event: int) -> bool:
+        status = int(self._call(self._runtime.eventQuery, event))
+        if status not in {_SUCCESS, _NOT_READY}:
+            raise DeviceError(f"an event failed with CUDA error {status}")
+        return status == _SUCCESS
+
+    def copy_in(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        self._call(self._runtime.memcpyAsync, target, source, size_bytes, _TO_DEVICE, stream)
+
+    def copy_out(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        self._call(self._runtime.memcpyAsync, target, source, size_bytes, _TO_HOST, stream)
+
+    def copy_on(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        self._call(self._runtime.memcpyAsync, target, source, size_bytes, _ON_DEVICE, stream)
+
+    def fill(self, target: int, value: int, size_bytes: int, stream: int) -> None:
+        self._call(self._runtime.memsetAsync, target, value, size_bytes, stream)
+
+    def launch(self, call: Call, stream: int) -> None:
+        values = [
+            _TYPES[kind](value)
+            for kind, value in zip(NAMES[call.name], call.arguments, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        grid, block, at = (call.grid, 1, 1), (THREADS, 1, 1), ctypes.addressof(addresses)
+        function = self._call(lambda: self._kernels[call.name].kernel.ptr)
+        launch = self._cupy.cuda.driver.launchKernel
+        self._call(launch, function, *grid, *block, 0, stream, at, 0)  # copies what `at` names
+
+    def alloc(self, size_bytes: int) -> int:
+        return int(self._call(self._runtime.malloc, size_bytes))
+
+    def free(self, address: int) -> None:
+        self._call(self._runtime.free, address)
+
+    def alloc_pinned(self, size_bytes: int) -> int:
+        return int(self._call(self._runtime.hostAlloc, size_bytes, _PORTABLE))
+
+    def free_bytes(self) -> int:
+        return int(self._call(self._runtime.memGetInfo)[0])
+
+    def register(self, address: int, size_bytes: int) -> None:
+        self._call(self._runtime.hostRegister, address, size_bytes, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        self._call(self._runtime.hostUnregister, address)
+
+    def export(self, address: int) -> bytes:
+        return bytes(self._call(self._runtime.ipcGetMemHandle, address))
+
+    def open(self, handle: bytes) -> int:
+        return int(self._call(self._runtime.ipcOpenMemHandle, handle, _LAZY_PEER))
+
+    def close(self, address: int) -> None:
+        self._call(self._runtime.ipcCloseMemHandle, address)
