@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import pwd
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from kvd import config_nvme, memory_limit
+from kvd import config_nvme, config_peer, memory_limit
+from kvd.config_peer import PeerKnobs
 from kvd.config_source import Source, Table, shown
 from kvd.errors import ConfigError
 from kvd.sizes import GIB, MIB, about, format_size
@@ -141,11 +142,13 @@ class Config:
     tenants: tuple[TenantConfig, ...]
     limits: Limits
     socket_mode: int = 0o660
+    peer: PeerKnobs = field(default_factory=PeerKnobs)
 
 
 _KNOWN = {
-    "": ("socket", "socket_mode", "state_dir", "host", "nvme", "tenants", "limits"),
+    "": ("socket", "socket_mode", "state_dir", "host", "nvme", "peer", "tenants", "limits"),
     "nvme": config_nvme.KEYS,
+    "peer": config_peer.KEYS,
     "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy"),
     "limits": tuple(field.name for field in fields(Limits)),
     "tenants.NAME": ("uids", "host_share"),
@@ -188,6 +191,7 @@ def load(path: str | None, overrides: Mapping[str, object]) -> Config:
         state_dir=state_dir,
         host=host,
         nvme=config_nvme.read(source.table(("nvme",), _KNOWN), state_dir),
+        peer=config_peer.read(source.table(("peer",), _KNOWN)),
         tenants=tenants,
         limits=_limits(source.table(("limits",), _KNOWN)),
     )
@@ -376,6 +380,7 @@ def dump(config: Config) -> str:
         f'policy = "{host.policy}"',
     ]
     lines += ["", *config_nvme.dump(config.nvme)]
+    lines += ["", *config_peer.dump(config.peer)]
     for tenant in config.tenants:
         uids = ", ".join(map(str, tenant.uids))
         lines += ["", f"[tenants.{_quoted(tenant.name)}]", f"uids = [{uids}]"]

@@ -144,6 +144,10 @@ class Table:
             text = f"= {shown(self.values[key])}: {text}"
         return self._source.error((*self._path, key), text)
 
+    def hidden(self, key: str, text: str) -> ConfigError:
+        """Return an error about a key that does not show its value, to be raised."""
+        return self._source.error((*self._path, key), text)
+
     def integer(self, key: str, default: int, low: int, high: int) -> int:
         """Return a whole number from `low` to `high`."""
         value = self.values.get(key, default)

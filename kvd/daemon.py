@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from kvd.config import Config
     from kvd.entry import Space
+    from kvd.peer.redis_directory import RedisDirectory
     from kvd_client.identity import Layout
 
 _LOG = log.get("daemon")
@@ -88,6 +89,7 @@ class Daemon:
         self.leases = LeaseBook()
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
         self.cold = self._cold_tier() if config.nvme.size_bytes else None
+        self.directory = self._directory() if config.peer.directory else None
         self.dispatcher = Dispatcher(
             self.catalog, self.leases, config.limits, self.clock, self.cold
         )
@@ -114,6 +116,14 @@ class Daemon:
             Path(nvme.directory), nvme.size_bytes, nvme.region_bytes, threads=nvme.threads
         )
         return ColdTier(self.catalog, self.tier, NvmeStore(config, self.loop), nvme)
+
+    def _directory(self) -> RedisDirectory:
+        try:
+            from kvd.peer.redis_directory import RedisDirectory
+        except ImportError as error:
+            msg = "peer.directory is set, but redis is not installed: pip install 'kvd[peer]'"
+            raise StartError(msg) from error
+        return RedisDirectory(self.config.peer, self.catalog, self.clock, self.epoch)
 
     def _limits(self, slabs: int) -> dict[Resource, int]:
         limits = self.config.limits
@@ -284,6 +294,8 @@ class Daemon:
                 self._group = group
                 ticker = group.create_task(self._tick(page))
                 mover = group.create_task(self.cold.run(group)) if self.cold else None
+                if self.directory is not None:
+                    group.create_task(self.directory.run(group))
                 await self._stop.wait()
                 if self._bug is not None:
                     raise self._bug
@@ -294,6 +306,8 @@ class Daemon:
                     _LOG.info("flushed", bytes_left=left)
                 self.admins.close()
                 ticker.cancel()
+                if self.directory is not None:
+                    await self.directory.close()
                 if self._bug is not None:
                     raise self._bug
         finally:

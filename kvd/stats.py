@@ -37,6 +37,7 @@ def gather(daemon: Daemon) -> dict[str, Any]:
         "leases": len(daemon.leases),
         "leases_overdue": daemon.leases.overdue_count(),
         "nvme": _nvme(daemon),
+        "directory": daemon.directory.stats() if daemon.directory is not None else None,
         "counters": asdict(daemon.counters),
     }
 

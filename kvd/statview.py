@@ -143,6 +143,9 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     nvme = _map(stats, "nvme")
     if nvme:
         yield from _nvme(nvme)
+    directory = _map(stats, "directory")
+    if directory:
+        yield from _directory(directory)
     count, _ = _getters(stats)
     now = (
         f"{count('chunks')} chunks in {len(_list(stats, 'spaces'))} spaces,"
@@ -206,6 +209,16 @@ def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ready = _number(host, "ready_bytes")
     warming = f"; {about(ready)} ready so far" if ready < capacity else ""
     yield "", f"locked {size('locked_bytes')}, in huge pages {size('huge_bytes')}{warming}"
+
+
+def _directory(directory: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    count, _ = _getters(directory)
+    so_far, _ = _getters(_map(directory, "counters"))
+    late = f"{so_far('lookups_late')} late, {so_far('lookups_shut')} while shut"
+    asked = f"found {so_far('chunks_found')} of {so_far('chunks_asked')} chunks asked for, {late}"
+    yield "directory", f"{_text(directory, 'state')}, {count('hosts')} hosts; {asked}"
+    told = f"told {so_far('told')}, withdrew {so_far('withdrawn')}, {so_far('dropped')} dropped"
+    yield "", f"{told}; {count('waiting')} waiting; {so_far('wrong')} hints were wrong"
 
 
 def _nvme(nvme: dict[str, Any]) -> Iterator[tuple[str, str]]:

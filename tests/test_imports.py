@@ -46,6 +46,7 @@ PURE: Final = frozenset(
         "kvd.peer.directory",
         "kvd.peer.holder",
         "kvd.peer.messages",
+        "kvd.peer.membership",
         "kvd.peer.protocol",
         "kvd.places",
         "kvd.policies",
@@ -96,6 +97,8 @@ DATA_MODULES: Final = frozenset(
 ALSO_PURE: Final = {
     "kvd.identity": frozenset({"msgpack", "numpy"}),
     "kvd.peer.messages": frozenset({"msgpack"}),
+    "kvd.peer.directory": frozenset({"base64"}),
+    "kvd.peer.membership": frozenset({"msgpack", "re"}),
     "kvd_client.identity": frozenset({"msgpack"}),
     "kvd_client.wire": frozenset({"msgpack"}),
 }
