@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PROTOCOL = 1
-
 BELL = b"\0"
 """The daemon's doorbell, a packet on the socket that is no message: replies are on the ring."""
 PACKET_BYTES_MAX = 16 << 10
@@ -40,8 +39,6 @@ HASHES_MAX = 4096
 """Most chunk hashes, and most objects, one message may name."""
 TOKEN_BYTES = 16
 """A lease token: unguessable, valid for the tenant until the lease ends."""
-
-
 ROWS_MAX = 64
 """Most rows of one AdminPage, and most parts of any list in a message."""
 
