@@ -7,7 +7,7 @@
 # After another PYTHON or EXTRAS, `make clean` first: the stamp knows only the two files.
 
 PYTHON ?= python3
-EXTRAS ?= daemon,cpu,hf,demo,dev
+EXTRAS ?= daemon,cpu,hf,demo,peer,dev
 ARGS ?=
 
 VENV := .venv

@@ -1,7 +1,6 @@
 """Every object of the daemon: look-up, hold, reserve, publish, evict. Pure.
 
-One prefix tree a space. The loop is the only caller, so nothing here locks, waits or does I/O;
-time arrives as an argument.
+One prefix tree a space. The loop is the only caller; nothing here locks, waits or does I/O.
 
 Invariants:
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from kvd_client.identity import Layout
 
 DAEMON = OwnerId(0)
-"""Owner of the slots that promotions fill; no session has this number."""
+"""Owner of the slots that promotions fill; sessions are above it, movers of peers below."""
 NEVER_NS = 1 << 62
 """Later than any deadline."""
 
@@ -268,7 +267,7 @@ class Catalog:
             return Status.NO_SPACE, None
         slot.chunk, slot.column, slot.deadline_ns = chunk, column, deadline_ns
         chunk.put(column, slot)
-        self.counters.objects_reserved += owner != DAEMON
+        self.counters.objects_reserved += owner > DAEMON
         self.fillings.add(slot)
         return Status.OK, slot
 
@@ -307,7 +306,7 @@ class Catalog:
         chunk.lossy_mask |= slot.lossy << slot.column
         chunk.size_bytes += slot.size_bytes
         chunk.filling -= 1
-        if owner != DAEMON:  # promotions have counters of their own
+        if owner > DAEMON:  # promotions and fetches have counters of their own
             self.counters.objects_published += 1
             self.counters.bytes_published += slot.size_bytes
         if self.changes.heard and chunk.mask == chunk.space.full_mask:
@@ -356,6 +355,11 @@ class Catalog:
             if slot.state is SlotState.RESERVED:
                 self.counters.reserves_expired += 1
                 self._quarantine(slot)
+
+    def quarantine(self, owner: OwnerId, generation: Generation) -> None:
+        """Give a reservation up whose writer may go on; `abort` says later that it does not."""
+        if (slot := self.fillings.get(owner, generation)) is not None:
+            self._quarantine(slot)
 
     def abandon(self, owner: OwnerId, *, dead: bool) -> None:
         """Take back an owner's slots: for reuse if it is dead or done, else into quarantine."""
@@ -477,7 +481,7 @@ class Catalog:
         return sum(len(space.chunks) for space in self.spaces.values())
 
     def check(self) -> None:
-        """Recount everything; raises AssertionError naming the invariant that does not hold."""
+        """Recount everything; raises AssertionError with the invariant's name."""
         check_catalog(self)
 
 

@@ -11,9 +11,10 @@ import pwd
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from kvd import config_nvme, config_peer, memory_limit
+from kvd import config_nvme, config_peer, config_transfer, memory_limit
 from kvd.config_peer import PeerKnobs
 from kvd.config_source import Source, Table, shown
+from kvd.config_transfer import TransferKnobs
 from kvd.errors import ConfigError
 from kvd.sizes import GIB, MIB, about, format_size
 
@@ -143,12 +144,13 @@ class Config:
     limits: Limits
     socket_mode: int = 0o660
     peer: PeerKnobs = field(default_factory=PeerKnobs)
+    transfer: TransferKnobs = field(default_factory=TransferKnobs)
 
 
 _KNOWN = {
     "": ("socket", "socket_mode", "state_dir", "host", "nvme", "peer", "tenants", "limits"),
     "nvme": config_nvme.KEYS,
-    "peer": config_peer.KEYS,
+    "peer": (*config_peer.KEYS, *config_transfer.KEYS),
     "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy"),
     "limits": tuple(field.name for field in fields(Limits)),
     "tenants.NAME": ("uids", "host_share"),
@@ -185,13 +187,16 @@ def load(path: str | None, overrides: Mapping[str, object]) -> Config:
     _check_sizes(source, host_table, host, smallest)
     _check_memory(host_table, host)
     state_dir = top.file_path("state_dir", _default_state_dir())
+    peer_table = source.table(("peer",), _KNOWN)
+    peer = config_peer.read(peer_table)
     return Config(
         socket=_socket(top),
         socket_mode=_mode(top),
         state_dir=state_dir,
         host=host,
         nvme=config_nvme.read(source.table(("nvme",), _KNOWN), state_dir),
-        peer=config_peer.read(source.table(("peer",), _KNOWN)),
+        peer=peer,
+        transfer=config_transfer.read(peer_table, peer.address, {t.name for t in tenants}),
         tenants=tenants,
         limits=_limits(source.table(("limits",), _KNOWN)),
     )
@@ -381,6 +386,7 @@ def dump(config: Config) -> str:
     ]
     lines += ["", *config_nvme.dump(config.nvme)]
     lines += ["", *config_peer.dump(config.peer)]
+    lines += config_transfer.dump(config.transfer)
     for tenant in config.tenants:
         uids = ", ".join(map(str, tenant.uids))
         lines += ["", f"[tenants.{_quoted(tenant.name)}]", f"uids = [{uids}]"]

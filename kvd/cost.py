@@ -60,11 +60,13 @@ class Load(NamedTuple):
         tokens: Of the prefix.
         host_bytes: To copy from host slots.
         cold_bytes: To bring up from the tier below first, as stored there.
+        peer_bytes: To fetch from other hosts first.
     """
 
     tokens: int
     host_bytes: int
     cold_bytes: int
+    peer_bytes: int = 0
 
 
 class Rates(NamedTuple):
@@ -75,12 +77,18 @@ class Rates(NamedTuple):
         cold_bytes_s: The tier below, at the depth it is used with.
         cold_latency_s: Of one read there.
         cold_queued_bytes: Waiting there before this load.
+        peer_bytes_s: The link to the other host.
+        peer_latency_s: Of one chunk over it.
+        peer_queued_bytes: Asked for there before this load.
     """
 
     host_bytes_s: float
     cold_bytes_s: float
     cold_latency_s: float
     cold_queued_bytes: int
+    peer_bytes_s: float = 0.0
+    peer_latency_s: float = 0.0
+    peer_queued_bytes: float = 0.0
 
 
 def load_s(load: Load, rates: Rates) -> float:
@@ -90,6 +98,10 @@ def load_s(load: Load, rates: Rates) -> float:
         seconds += rates.cold_latency_s
         if rates.cold_bytes_s:
             seconds += (load.cold_bytes + rates.cold_queued_bytes) / rates.cold_bytes_s
+    if load.peer_bytes:
+        seconds += rates.peer_latency_s
+        if rates.peer_bytes_s:
+            seconds += (load.peer_bytes + rates.peer_queued_bytes) / rates.peer_bytes_s
     return seconds
 
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from kvd.config import Config
     from kvd.entry import Space
+    from kvd.peer.peers import Peers
     from kvd.peer.redis_directory import RedisDirectory
     from kvd_client.identity import Layout
 
@@ -93,6 +94,8 @@ class Daemon:
         self.dispatcher = Dispatcher(
             self.catalog, self.leases, config.limits, self.clock, self.cold
         )
+        self.peers = self._peers() if config.peer.address and config.transfer.shared else None
+        self.dispatcher.reach = self.peers.requests if self.peers else None
         self.sessions: dict[OwnerId, Session] = {}
         self.orphans: dict[OwnerId, tuple[int, Tenant]] = {}
         self.notes: list[str] = []
@@ -124,6 +127,23 @@ class Daemon:
             msg = "peer.directory is set, but redis is not installed: pip install 'kvd[peer]'"
             raise StartError(msg) from error
         return RedisDirectory(self.config.peer, self.catalog, self.clock, self.epoch)
+
+    def _peers(self) -> Peers:
+        from kvd.peer.peers import Peers
+
+        if self.directory is None:
+            raise StartError("[peer] shared is set without a directory: set [peer] directory")
+        return Peers(
+            self.loop,
+            self.clock,
+            self.catalog,
+            self.tier,
+            self.cold,
+            epoch=self.epoch,
+            peer=self.config.peer,
+            transfer=self.config.transfer,
+            directory=self.directory,
+        )
 
     def _limits(self, slabs: int) -> dict[Resource, int]:
         limits = self.config.limits
@@ -285,6 +305,8 @@ class Daemon:
                 self.cold.open()
                 opened = True
             await self._wait_for_memory()
+            if self.peers is not None:
+                await self.peers.open()
             maybe_fault("open.before_ready")
             self.loop.add_reader(self.listener, self._accept)
             self._publish(page)
@@ -292,28 +314,44 @@ class Daemon:
             _LOG.info("ready", socket=self.config.socket, epoch=self.epoch, pid=os.getpid())
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                ticker = group.create_task(self._tick(page))
-                mover = group.create_task(self.cold.run(group)) if self.cold else None
-                if self.directory is not None:
-                    group.create_task(self.directory.run(group))
+                tasks = await self._begin(group, page)
                 await self._stop.wait()
                 if self._bug is not None:
                     raise self._bug
-                await self._drain()
-                if self.cold is not None and mover is not None:
-                    left = await self.cold.flush(self.config.nvme.flush_s)
-                    mover.cancel()
-                    _LOG.info("flushed", bytes_left=left)
-                self.admins.close()
-                ticker.cancel()
-                if self.directory is not None:
-                    await self.directory.close()
+                await self._end(tasks)
                 if self._bug is not None:
                     raise self._bug
         finally:
             page.close()
+            if self.peers is not None:
+                self.peers.close()
             if opened and self.cold is not None:
                 await self.cold.close()
+
+    async def _begin(self, group: asyncio.TaskGroup, page: StatPage) -> list[asyncio.Task[None]]:
+        """Start what runs until the end, but for what others start in `group`."""
+        tasks = [group.create_task(self._tick(page))]
+        if self.cold is not None:
+            tasks.append(group.create_task(self.cold.run(group)))
+        if self.directory is not None:
+            group.create_task(self.directory.run(group))  # until it is closed
+        if self.peers is not None:
+            await self.peers.begin(group)
+        return tasks
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Drain, write down what is dirty, leave the fleet."""
+        await self._drain()
+        if self.cold is not None:
+            left = await self.cold.flush(self.config.nvme.flush_s)
+            _LOG.info("flushed", bytes_left=left)
+        self.admins.close()
+        if self.peers is not None:
+            self.peers.close()
+        for task in tasks:
+            task.cancel()
+        if self.directory is not None:
+            await self.directory.close()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the daemon for an exception that nothing caught."""
@@ -351,6 +389,8 @@ class Daemon:
                 self.cold.tick()
                 if self.cold.turned_ns:
                     self.pulse.beat("mover", self.cold.turned_ns, TURN_S)
+            if self.peers is not None:
+                self.peers.tick()
             self._publish(page)
             self._feed()
 
@@ -374,6 +414,8 @@ class Daemon:
         limits, nvme = self.config.limits, self.config.nvme
         self.loop.call_later(limits.drain_s + nvme.flush_s + GIVE_UP_S, self._give_up)
         self.dispatcher.draining = True
+        if self.peers is not None:
+            self.peers.drain()
         self.loop.remove_reader(self.listener)
         self.listener.close()
         deadline = self.loop.time() + self.config.limits.drain_s

@@ -13,7 +13,8 @@ class Counters:
         lookups: Look-ups answered.
         lookup_chunks_asked: Chunks asked for in look-ups.
         lookup_chunks_found: Chunks of usable prefixes in the answers.
-        lookup_chunks_worth: Of those, chunks worth loading rather than computing.
+        lookup_chunks_elsewhere: Of those, chunks that only other hosts seemed to have.
+        lookup_chunks_worth: Of those found, chunks worth loading rather than computing.
         acquires: Leases granted.
         acquires_missed: Acquires that found nothing to hold.
         acquires_over_quota: Acquires cut short by the tenant's pinned bytes.
@@ -47,6 +48,7 @@ class Counters:
     lookups: int = 0
     lookup_chunks_asked: int = 0
     lookup_chunks_found: int = 0
+    lookup_chunks_elsewhere: int = 0
     lookup_chunks_worth: int = 0
     acquires: int = 0
     acquires_missed: int = 0

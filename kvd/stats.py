@@ -38,6 +38,7 @@ def gather(daemon: Daemon) -> dict[str, Any]:
         "leases_overdue": daemon.leases.overdue_count(),
         "nvme": _nvme(daemon),
         "directory": daemon.directory.stats() if daemon.directory is not None else None,
+        "peer": daemon.peers.stats() if daemon.peers is not None else None,
         "counters": asdict(daemon.counters),
     }
 

@@ -94,6 +94,8 @@ def render(snapshot: Snapshot, *, colours: bool = False) -> str:
         lines += _aligned(table, paint)
     if _map(stats, "nvme"):
         lines += _aligned(_gates(stats), paint, REASON_CHARS_MAX)
+    if _map(stats, "peer"):
+        lines += _aligned(_peers(stats), paint, REASON_CHARS_MAX)
     return "\n".join(lines)
 
 
@@ -146,6 +148,9 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     directory = _map(stats, "directory")
     if directory:
         yield from _directory(directory)
+    peer = _map(stats, "peer")
+    if peer:
+        yield from _peer(peer)
     count, _ = _getters(stats)
     now = (
         f"{count('chunks')} chunks in {len(_list(stats, 'spaces'))} spaces,"
@@ -209,6 +214,44 @@ def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ready = _number(host, "ready_bytes")
     warming = f"; {about(ready)} ready so far" if ready < capacity else ""
     yield "", f"locked {size('locked_bytes')}, in huge pages {size('huge_bytes')}{warming}"
+
+
+def _peer(peer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    count, size = _getters(peer)
+    serves = (
+        f"{_text(peer, 'host')} at {_text(peer, 'address')}, {_text(peer, 'transport')}, source"
+        f" {_text(peer, 'source')}; serves {count('served_hosts')} hosts,"
+        f" {size('held_bytes')} held for them, {count('offered')} chunks offered"
+    )
+    yield "peers", serves
+    refused = sum(_number(_map(peer, "asks_refused"), why) for why in _map(peer, "asks_refused"))
+    bad = (
+        f"{size('quarantined_bytes')} quarantined; refused {refused:,.0f} asks,"
+        f" {count('connections_refused')} connections; {count('waiting')} wait"
+    )
+    yield "", bad
+
+
+def _peers(stats: dict[str, Any]) -> list[list[str]]:
+    """One row a peer: how it is, how fast, what is under way, what was refused."""
+    rows = [["peer", "state", "epoch", "rate", "in flight", "fetched", "refused", "quarantined"]]
+    for peer in _list(_map(stats, "peer"), "peers"):
+        if isinstance(peer, dict):
+            count, size = _getters(peer)
+            refused = sum(_number(peer, name) for name in ("refused", "corrupt", "turned_down"))
+            rows.append(
+                [
+                    _text(peer, "host"),
+                    _text(peer, "state"),
+                    f"{int(_number(peer, 'epoch')) % 10**6:06d}",
+                    f"{size('bytes_s')}/s",
+                    size("in_flight_bytes"),
+                    f"{count('chunks')}, {size('bytes')}",
+                    f"{refused:,.0f}",
+                    f"{size('quarantined_bytes')}, {count('fenced')} fenced",
+                ]
+            )
+    return rows
 
 
 def _directory(directory: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,11 +8,11 @@ reply nothing else happens. One request may be answered later: an acquire that w
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvd.cost import Load
+from kvd.cost import Load, Rates
 from kvd.failpoints import maybe_fault
-from kvd.ipc.waiting import Waiting
+from kvd.ipc.waiting import Fetching, Waiting
 from kvd.lease import Lease
 from kvd.places import places_of
 from kvd.prefix import warm_length
@@ -23,13 +23,13 @@ from kvd_client.errors import WireError
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Limits
-    from kvd.cost import Rates
     from kvd.entry import Chunk, Space
+    from kvd.ipc.seams import Reach, Riser
     from kvd.ipc.waiting import Later
     from kvd.lease import LeaseBook
     from kvd.metrics import Counters
@@ -67,30 +67,6 @@ class Caller:
         return bool(hashes) and last != self.last_asked
 
 
-class Riser(Protocol):
-    """What brings chunks up from the tier below."""
-
-    def promote(self, chunk: Chunk, done: Callable[[bool], None]) -> bool:
-        """Begin, or join; False when there is no room."""
-        ...
-
-    def leave(self, chunk: Chunk, done: Callable[[bool], None]) -> None:
-        """Stop waiting for a promotion."""
-        ...
-
-    def cost(self) -> Rates:
-        """Return the measured rates."""
-        ...
-
-    def touched(self, tenant: Tenant, hashes: Sequence[bytes]) -> None:
-        """Hear of a request's chain, once."""
-        ...
-
-    def wake(self) -> None:
-        """Hear that a store found no room."""
-        ...
-
-
 class Dispatcher:
     """Answers requests from the catalog and the lease book."""
 
@@ -104,7 +80,9 @@ class Dispatcher:
     ) -> None:
         """Share the loop's state; own the acquires that wait."""
         self._riser = riser
+        self.reach: Reach | None = None
         self._waiting: dict[OwnerId, set[Waiting]] = {}
+        self._fetching: dict[OwnerId, set[Fetching]] = {}
         self._catalog = catalog
         self._leases = leases
         self._limits = limits
@@ -114,7 +92,6 @@ class Dispatcher:
         self.draining = False
         self._handlers: dict[type[Any], Callable[[Caller, Any], tuple[Any, ...]]] = {
             wire.Ping: self._ping,
-            wire.Lookup: self._lookup,
             wire.Attach: self._attach,
             wire.Release: self._release,
             wire.Reserve: self._reserve,
@@ -140,6 +117,8 @@ class Dispatcher:
         reply: tuple[Any, ...] | None
         if type(message) is wire.Acquire:
             reply = self._acquire(caller, message, later)
+        elif type(message) is wire.Lookup:
+            reply = self._lookup(caller, message, later)
         else:
             reply = self._handlers[type(message)](caller, message)
         return None if reply is None else wire.encode(reply)
@@ -147,47 +126,73 @@ class Dispatcher:
     def _ping(self, caller: Caller, ask: wire.Ping) -> wire.Pong:  # noqa: ARG002
         return wire.Pong(ask.request)
 
-    def _lookup(self, caller: Caller, ask: wire.Lookup) -> wire.LookupReply:
+    def _lookup(self, caller: Caller, ask: wire.Lookup, later: Later) -> wire.LookupReply | None:
         hashes = wire.split_hashes(ask.hashes)
         found = self._catalog.usable(caller.space, hashes)
+
+        def answered(more: int) -> None:
+            if not caller.gone:
+                later(wire.encode(self._looked_up(caller, ask, hashes, more)))
+
+        if found < len(hashes) and self.reach is not None:  # noqa: SIM102 - the call begins it
+            if self.reach.elsewhere(caller.space, hashes, found, answered):
+                return None
+        return self._looked_up(caller, ask, hashes, 0)
+
+    def _looked_up(
+        self, caller: Caller, ask: wire.Lookup, hashes: list[bytes], more: int
+    ) -> wire.LookupReply:
+        """Answer a look-up; other hosts seem to have `more` chunks after those that are here."""
+        here = self._catalog.usable(caller.space, hashes)
+        found = min(len(hashes), here + more)
         self._counters.lookups += 1
         self._counters.lookup_chunks_asked += len(hashes)
         self._counters.lookup_chunks_found += found
+        self._counters.lookup_chunks_elsewhere += found - here
         if caller.rank == 0 and caller.asks(hashes):
-            if not found:
+            if not here:
                 self._catalog.eviction.touched(caller.space, hashes)  # else `hold` tells it
             if self._riser is not None:
                 self._riser.touched(caller.tenant, hashes)
-        worth = self._worth(caller.space, hashes[:found]) if found else 0
+        worth = self._worth(caller.space, hashes, here, found - here) if found else 0
         self._counters.lookup_chunks_worth += worth
         return wire.LookupReply(ask.request, found, worth)
 
-    def _worth(self, space: Space, hashes: list[bytes]) -> int:
-        """Return how much of a usable prefix is faster to load than to compute."""
-        chunks = [chunk for key in hashes if (chunk := space.chunks.get(key))]
+    def _worth(self, space: Space, hashes: list[bytes], here: int, more: int) -> int:
+        """Return how much is faster to load than to compute: what is here, and `more` elsewhere."""
+        chunks = [chunk for key in hashes[:here] if (chunk := space.chunks.get(key))]
         warm = next((i for i, chunk in enumerate(chunks) if not chunk.ready), len(chunks))
-        if warm == len(chunks) or self._riser is None:
-            return len(hashes)  # from host memory it always is
-        lengths = {self._catalog.usable(space, hashes[:warm]), len(hashes)} - {0}
+        if not more and (warm == len(chunks) or self._riser is None):
+            return here  # from host memory it always is
+        lengths = {self._catalog.usable(space, hashes[:warm]), here, here + more} - {0}
         offers = [(n, self._load(space, chunks[:n], n)) for n in sorted(lengths)]
-        return space.gate.worth(offers, self._riser.cost())
+        rates = self._riser.cost() if self._riser is not None else Rates(0.0, 0.0, 0.0, 0)
+        if self.reach is not None and more:
+            rates = Rates(*rates[:4], *self.reach.rates())
+        return space.gate.worth(offers, rates)
 
     @staticmethod
     def _load(space: Space, chunks: list[Chunk], count: int) -> Load:
         cold = sum([chunk.cold[2] for chunk in chunks if chunk.cold and not chunk.ready])
         host = sum([chunk.size_bytes for chunk in chunks])
-        return Load(count * space.layout.chunk_tokens, host, cold)
+        peer = max(0, count - len(chunks)) * space.bytes_of(space.full_mask)
+        return Load(count * space.layout.chunk_tokens, host, cold, peer)
 
     def _prefill(self, caller: Caller, ask: wire.Prefill) -> wire.StatusReply:
         caller.space.gate.prefill.observe(ask.tokens, ask.micros / 1e6)
         return wire.StatusReply(ask.request, Status.OK)
 
-    def _acquire(self, caller: Caller, ask: wire.Acquire, later: Later) -> wire.AcquireReply | None:
+    def _acquire(
+        self, caller: Caller, ask: wire.Acquire, later: Later, *, again: bool = False
+    ) -> wire.AcquireReply | None:
+        """Grant what is asked for; `again` when other hosts have been asked already."""
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
             return _no_lease(ask.request, ask.first, refusal)
         most = wire.HASHES_MAX // len(caller.space.layout.groups)  # what one reply can tell
         hashes = wire.split_hashes(ask.hashes)[: ask.first + most]
+        if self.reach is not None and not again and self._fetch(caller, ask, hashes, later):
+            return None
         chunks = self._catalog.hold(caller.space, hashes, ask.first)
         if not chunks:
             self._counters.acquires_missed += 1
@@ -199,6 +204,44 @@ class Dispatcher:
             self._catalog.unpin(chunks)
             return _no_lease(ask.request, ask.first, Status.OVER_QUOTA)
         return self._wait(caller, ask, chunks, cold, later)
+
+    def _fetch(self, caller: Caller, ask: wire.Acquire, hashes: list[bytes], later: Later) -> bool:
+        """Have other hosts asked for what is missing of a chain; what is here is held meanwhile."""
+        assert self.reach is not None
+        space = caller.space
+        here = self._catalog.usable(space, hashes)
+        waiting = self._fetching.get(caller.owner, set())
+        if here >= len(hashes) or len(waiting) >= WAITING_MAX:
+            return False
+        fetching = Fetching(caller, ask, (), later)
+        begun = self.reach.fetch(
+            space,
+            hashes,
+            here,
+            deadline_ns=self._clock.now_ns() + int(self._limits.promote_s * 1e9),
+            worth=lambda more: self._worth(space, hashes, here, more),
+            done=lambda: self._fetched(fetching),
+        )
+        if begun:
+            fetching.chunks = self._catalog.hold(space, hashes, ask.first)
+            self._fetching.setdefault(caller.owner, set()).add(fetching)
+        return begun
+
+    def _fetched(self, fetching: Fetching) -> None:
+        """Go on with an acquire when other hosts have given what they will (W2)."""
+        if fetching.over:
+            return
+        fetching.over = True
+        owner = fetching.caller.owner
+        self._fetching[owner].discard(fetching)
+        if not self._fetching[owner]:
+            del self._fetching[owner]
+        self._catalog.unpin(fetching.chunks)
+        if fetching.caller.gone:
+            return
+        reply = self._acquire(fetching.caller, fetching.ask, fetching.later, again=True)
+        if reply is not None:
+            fetching.later(wire.encode(reply))
 
     def _wait(
         self,
@@ -392,6 +435,8 @@ class Dispatcher:
         caller.gone = True
         for waiting in list(self._waiting.get(caller.owner, ())):
             self._finish(waiting)
+        for fetching in list(self._fetching.get(caller.owner, ())):
+            self._fetched(fetching)
 
     def part(self, owner: OwnerId, *, dead: bool) -> bool:
         """End what a session holds; all of it if it is dead or said that it is done.

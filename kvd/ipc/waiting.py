@@ -1,4 +1,7 @@
-"""Acquires that wait for promotions: answered once, when the last has ended or time is up.
+"""Acquires that wait: for promotions, or first for other hosts. Answered once.
+
+An acquire that waits for promotions is answered when the last has ended or time is up. One that
+waits for other hosts holds what is here meanwhile, and is then dealt with as if it had just come.
 
 W1. While it waits, an acquire owns the pins on its chunks; afterwards its lease does, or nobody.
 W2. It is answered exactly once, and not at all if its session has gone.
@@ -51,3 +54,17 @@ class Waiting:
 
         self.rising[chunk] = done
         return done
+
+
+class Fetching:
+    """One acquire that waits for other hosts."""
+
+    def __init__(
+        self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...], later: Later
+    ) -> None:
+        """Own the pins on `chunks`, what is here of the chain."""
+        self.caller = caller
+        self.ask = ask
+        self.chunks = chunks
+        self.later = later
+        self.over = False

@@ -110,6 +110,8 @@ class Asker:
         self.knobs = knobs
         self.epoch = 0
         self.linked = False
+        self.eager = False
+        """Start the mover with the link, not with the first fetch."""
         self.breaker = Breaker(knobs.asks_max, random)
         self.rate = Rate()
         self.fetches: dict[int, Fetch] = {}
@@ -164,12 +166,7 @@ class Asker:
             knobs.lease_ms,
             want.chunks,
         )
-        actions: list[AskerAction] = [Send(self.host, ask)]
-        if self.mover is Mover.NONE:
-            self.life += 1
-            self.mover = Mover.STARTING
-            actions.append(StartMover(self.life))
-        return number, actions
+        return number, [Send(self.host, ask), *self._start()]
 
     # ---------------------------------------------------------------- the link
 
@@ -177,7 +174,15 @@ class Asker:
         """Hear that the host is reached, in this life of it."""
         actions = self.link_down(now_ns) if self.linked else []
         self.linked, self.epoch = True, epoch
-        return actions
+        return actions + self._start() if self.eager else actions
+
+    def _start(self) -> list[AskerAction]:
+        """Have a mover."""
+        if self.mover is not Mover.NONE:
+            return []
+        self.life += 1
+        self.mover = Mover.STARTING
+        return [StartMover(self.life)]
 
     def link_down(self, now_ns: int) -> list[AskerAction]:
         """Hear that it is not reached any more: nothing asked for will come."""
@@ -251,18 +256,21 @@ class Asker:
     def mover_gone(self, now_ns: int, life: int) -> list[AskerAction]:
         """Hear that a mover has been reaped: nothing it posted can land any more (P2)."""
         actions: list[AskerAction] = []
+        fenced = self.mover is Mover.DYING
         if life == self.life and self.mover is not Mover.NONE:
-            if self.mover is not Mover.DYING:
+            if not fenced:
                 self.breaker.failed(now_ns)
             self.mover = Mover.NONE
         for number, read in list(self.reads.items()):
             if read.life == life:
                 actions += self._over(now_ns, number, came=False)
-        if self.mover is Mover.NONE and self.fetches:
+        if self.mover is Mover.NONE:
             for fetch in list(self.fetches.values()):
                 fetch.offers.clear()
                 fetch.stop = 0
                 actions += self._end(now_ns, fetch, "mover gone")
+            if self.eager and self.linked and fenced:
+                actions += self._start()
         return actions
 
     def _go(self, now_ns: int) -> list[AskerAction]:

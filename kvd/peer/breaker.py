@@ -42,7 +42,13 @@ class Breaker:
         self.allowed = min(self._most, 2 * self.allowed)
 
     def failed(self, now_ns: int) -> None:
-        """Hear of a failure: time-out, dead mover, lost link."""
+        """Hear of a failure: time-out, dead mover, lost link.
+
+        One that comes while it is open has the same cause, and says nothing new: reads fail in
+        dozens.
+        """
+        if self.open(now_ns):
+            return
         first, longest = BACKOFF_S
         pause = min(longest, first * 2 ** min(self._failures, 10))
         self._failures += 1

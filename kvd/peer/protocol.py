@@ -45,7 +45,7 @@ class Knobs(NamedTuple):
         answer_ms: Without a word for so long, the holder is taken for silent.
         read_ms: What one read gets, plus its bytes at a tenth of the learnt rate.
         floor_bytes_s: The rate taken before one was learnt.
-        window_bytes: Landing at once, per peer.
+        window_bytes: Landing at once, per peer: more would share the link, and the first come last.
         reads_max: Reads in flight, per peer.
         asks_max: Asks in flight, per peer; both sides.
         ahead_bytes: What the holder keeps pinned for one ask beyond what was handed back.
@@ -60,10 +60,10 @@ class Knobs(NamedTuple):
     answer_ms: int = 2_000
     read_ms: int = 2_000
     floor_bytes_s: float = 50e6
-    window_bytes: int = 192 << 20
+    window_bytes: int = 64 << 20
     reads_max: int = 32
     asks_max: int = 4
-    ahead_bytes: int = 256 << 20
+    ahead_bytes: int = 128 << 20
     ahead_max: int = 32
     quarantine_bytes: int = 256 << 20
     quarantine_ms: int = 3_000

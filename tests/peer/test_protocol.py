@@ -396,6 +396,7 @@ def test_pauses_grow_and_success_opens_slowly() -> None:
     now, pauses = NOW, []
     for _ in range(12):
         breaker.failed(now)
+        breaker.failed(now)  # the same failure: many reads end at once
         start = now
         while breaker.open(now):
             now += S // 4

@@ -1,0 +1,63 @@
+"""What the dispatcher knows of the rest of the daemon: the tier below, and other hosts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvd.cost import Rates
+    from kvd.entry import Chunk, Space
+    from kvd.types import Tenant
+
+
+class Riser(Protocol):
+    """What brings chunks up from the tier below."""
+
+    def promote(self, chunk: Chunk, done: Callable[[bool], None]) -> bool:
+        """Begin, or join; False when there is no room."""
+        ...
+
+    def leave(self, chunk: Chunk, done: Callable[[bool], None]) -> None:
+        """Stop waiting for a promotion."""
+        ...
+
+    def cost(self) -> Rates:
+        """Return the measured rates."""
+        ...
+
+    def touched(self, tenant: Tenant, hashes: Sequence[bytes]) -> None:
+        """Hear of a request's chain, once."""
+        ...
+
+    def wake(self) -> None:
+        """Hear that a store found no room."""
+        ...
+
+
+class Reach(Protocol):
+    """What other hosts may have."""
+
+    def elsewhere(
+        self, space: Space, hashes: Sequence[bytes], found: int, done: Callable[[int], None]
+    ) -> bool:
+        """Ask how many chunks after `found` others have; False when it is not worth asking."""
+        ...
+
+    def fetch(
+        self,
+        space: Space,
+        hashes: Sequence[bytes],
+        found: int,
+        *,
+        deadline_ns: int,
+        worth: Callable[[int], int],
+        done: Callable[[], None],
+    ) -> bool:
+        """Fetch what `worth` says of what they have; False when there is nothing to wait for."""
+        ...
+
+    def rates(self) -> tuple[float, float, float]:
+        """Return bytes a second, latency in seconds and queued bytes."""
+        ...

@@ -1,0 +1,256 @@
+"""What this host gives to others: chunks held in place, summed and reachable. Loop only.
+
+One source process for all peers maps the slabs that are asked of (over TCP read-only), registers
+them with its NIXL agent and sums objects. A digest is kept with the generation of its slot: bytes
+of a published slot do not change. A Take holds a pin until it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kvd import log
+from kvd.cost import Load
+from kvd.peer.process import MoverProcess
+from kvd.peer.protocol import Held
+from kvd.quota import Resource
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+
+    from kvd.catalog import Catalog
+    from kvd.cost import Rates
+    from kvd.entry import Chunk, Slot
+    from kvd.peer.nixl_agent import Transport
+    from kvd.types import SlabId
+
+    OnTaken = Callable[[int, int, Sequence[Held] | None], None]
+
+_LOG = log.get("source")
+DIGESTS_MAX: Final = 1 << 16
+RESTART_S: Final = 1.0
+LIFE_SHIFT: Final = 32
+"""Versions of the metadata: a life of the source in the high half, a count in the low."""
+
+
+class Slabs(Protocol):
+    """The host tier's memory."""
+
+    def fd(self, slab: SlabId) -> int:
+        """Return a slab's descriptor, still owned by the tier."""
+        ...
+
+
+class Riser(Protocol):
+    """What brings chunks up from the tier below."""
+
+    def promote(self, chunk: Chunk, done: Callable[[bool], None]) -> bool:
+        """Begin, or join; False when there is no room."""
+        ...
+
+    def leave(self, chunk: Chunk, done: Callable[[bool], None]) -> None:
+        """Stop waiting for a promotion."""
+        ...
+
+    def cost(self) -> Rates:
+        """Return the measured rates."""
+        ...
+
+
+class Taking:
+    """A chunk being held for a ticket."""
+
+    def __init__(self, ticket: int, chunk: Chunk, mask: int) -> None:
+        """Own a pin on the chunk."""
+        self.ticket = ticket
+        self.chunk = chunk
+        self.mask = mask
+        self.rising: Callable[[bool], None] | None = None
+        self.slots: list[Slot] = []
+        self.asked: list[Slot] = []
+
+
+class Source:
+    """The source process and what is taken for others."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        catalog: Catalog,
+        slabs: Slabs,
+        riser: Riser | None,
+        *,
+        transport: Transport,
+        devices: Sequence[str],
+        on_taken: OnTaken,
+    ) -> None:
+        """Plan it; `start` starts the process."""
+        self._loop = loop
+        self._catalog = catalog
+        self._slabs = slabs
+        self._riser = riser
+        self._transport: Transport = transport
+        self._devices = devices
+        self._on_taken = on_taken
+        self._process: MoverProcess | None = None
+        self._life = 0
+        self._bases: dict[int, int] = {}
+        self._takings: dict[int, Taking] = {}
+        self._digests: OrderedDict[int, bytes] = OrderedDict()
+        self._closing = False
+        self.version = 0
+        self.metadata = b""
+        self.up = False
+        self.on_change: Callable[[], None] | None = None
+
+    # ---------------------------------------------------------------- the process
+
+    def start(self) -> None:
+        """Start the process; raises OSError."""
+        self._life += 1
+        self._process = MoverProcess(
+            self._loop,
+            "source",
+            transport=self._transport,
+            devices=self._devices,
+            on_message=self._on_message,
+            on_gone=self._on_gone,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 without one."""
+        return self._process.process.pid if self._process is not None else 0
+
+    def _on_gone(self) -> None:
+        self._process, self.up = None, False
+        self._bases.clear()
+        for ticket in list(self._takings):
+            self._on_taken(ticket, 0, None)  # the holder drops it
+        if self.on_change is not None:
+            self.on_change()
+        if not self._closing:
+            _LOG.warning("source ended; it is started again")
+            self._loop.call_later(RESTART_S, self._restart)
+
+    def _restart(self) -> None:
+        if not self._closing:
+            self.start()
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._closing = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _on_message(self, message: list[Any]) -> None:
+        kind, *fields = message
+        if kind == "up":
+            self.up = True
+            if self.on_change is not None:
+                self.on_change()
+        elif kind == "mapped":
+            slab, base, version, self.metadata = fields
+            self._bases[slab] = base
+            self.version = self._life << LIFE_SHIFT | version
+        elif kind == "summed":
+            ticket, digests = fields
+            self._summed(ticket, digests)
+
+    # ---------------------------------------------------------------- taking
+
+    def take(self, ticket: int, chunk: Chunk | None, mask: int) -> None:
+        """Hold what of a chunk is here and wanted; answered by `on_taken`, now or later."""
+        if chunk is None or self._process is None or not self.up:
+            self._on_taken(ticket, 0, None)
+            return
+        cold = chunk.cold_mask if self._catalog.cold_readable else 0
+        if not (chunk.mask | cold) & mask or not self._may_pin(chunk):
+            self._on_taken(ticket, 0, None)
+            return
+        self._catalog.pin([chunk])
+        taking = self._takings[ticket] = Taking(ticket, chunk, mask)
+        if cold & ~chunk.mask & mask and self._worth_raising(chunk):
+            taking.rising = lambda _: self._risen(taking)
+            assert self._riser is not None
+            if self._riser.promote(chunk, taking.rising):
+                return
+            taking.rising = None
+        self._hold(taking)
+
+    def _may_pin(self, chunk: Chunk) -> bool:
+        left = self._catalog.quota.left(chunk.space.tenant, Resource.PINNED_BYTES)
+        return bool(chunk.pins) or chunk.weight_bytes <= left
+
+    def _worth_raising(self, chunk: Chunk) -> bool:
+        """Ask this host's own gate whether to read a chunk from NVMe for another."""
+        if self._riser is None or chunk.cold is None:
+            return False
+        load = Load(chunk.space.layout.chunk_tokens, chunk.weight_bytes, chunk.cold[2])
+        return chunk.space.gate.worth([(1, load)], self._riser.cost()) > 0
+
+    def _risen(self, taking: Taking) -> None:
+        taking.rising = None
+        if taking.ticket in self._takings:
+            self._hold(taking)
+
+    def _hold(self, taking: Taking) -> None:
+        """Map and sum what is missing, in this order; the process answers in this order too."""
+        chunk = taking.chunk
+        columns = [c for c in sorted(chunk.slots) if chunk.mask & taking.mask & 1 << c]
+        taking.slots = [chunk.slots[column] for column in columns]
+        process = self._process
+        if not taking.slots or process is None:
+            self._on_taken(taking.ticket, 0, None)
+            return
+        missing = [s for s in taking.slots if s.generation not in self._digests]
+        unmapped = {s.slab for s in taking.slots} - self._bases.keys()
+        if not missing and not unmapped:
+            self._tell(taking)
+            return
+        for slab in sorted(unmapped - process.slabs):
+            process.slabs.add(slab)
+            writable = int(self._transport != "tcp")
+            size_bytes = self._catalog.pool.slab_bytes
+            process.send("slab", slab, size_bytes, writable, fds=[self._slabs.fd(slab)])
+        taking.asked = missing
+        objects = [[s.slab, s.offset_bytes, s.size_bytes] for s in missing]
+        process.send("sum", taking.ticket, objects)
+
+    def _summed(self, ticket: int, digests: Sequence[bytes]) -> None:
+        taking = self._takings.get(ticket)
+        if taking is None:
+            return  # dropped meanwhile, and its slots may be others' by now
+        for slot, digest in zip(taking.asked, digests, strict=True):
+            self._digests[slot.generation] = digest
+        if any(slot.generation not in self._digests for slot in taking.slots):
+            self._hold(taking)  # some were forgotten meanwhile
+        else:
+            self._tell(taking)
+
+    def _tell(self, taking: Taking) -> None:
+        held = [
+            Held(
+                slot.column,
+                self._bases[slot.slab] + slot.offset_bytes,
+                slot.size_bytes,
+                slot.generation,
+                taking.chunk.lossy_mask >> slot.column & 1,
+                self._digests[slot.generation],
+            )
+            for slot in taking.slots
+        ]
+        while len(self._digests) > DIGESTS_MAX:
+            self._digests.popitem(last=False)
+        self._on_taken(taking.ticket, self.version, held)
+
+    def drop(self, ticket: int) -> None:
+        """Let go of what was taken, or is being taken."""
+        taking = self._takings.pop(ticket, None)
+        if taking is None:
+            return
+        if taking.rising is not None and self._riser is not None:
+            self._riser.leave(taking.chunk, taking.rising)
+        self._catalog.unpin([taking.chunk])

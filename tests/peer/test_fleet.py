@@ -1,0 +1,302 @@
+"""Real daemons on three hosts, real Redis, real links: what one stored another loads, or misses.
+
+`load` of the fixtures checks every byte it reads, in every test here: never a wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench._fleet import Fleet, Host, wait_for
+from tests.daemon_fixture import load, namespace, stamp, store, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import kvd_client
+
+    Connect = Callable[..., kvd_client.Client]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+CHUNKS = 16
+MANY = 160
+"""Chunks of 1 MiB: enough that a transfer is under way when something happens to it."""
+BOUND_S = 15.0
+"""Acquires wait 10 s at most (`promote_s`); the rest is the machine's."""
+
+
+def known(client: kvd_client.Client, hashes: list[bytes], chunks: int) -> None:
+    """Wait until a host hears from the directory that others have a prefix."""
+    wait_for(lambda: client.lookup(hashes).chunks == chunks, f"{chunks} chunks elsewhere", 20)
+
+
+def at_rest(host: Host) -> None:
+    """Wait until no slot of a host is reserved, filled or in quarantine."""
+
+    def quiet() -> bool:
+        found = host.stat()
+        return not found["host"]["reserved_bytes"] and not found["host"]["quarantined_bytes"]
+
+    wait_for(quiet, f"{host.name} gives slots back", 30)
+
+
+def prefix(client: kvd_client.Client, seed: int, chunks: int = CHUNKS) -> list[bytes]:
+    """Return the hashes of a prefix."""
+    return client.chunk_hashes(tokens(chunks, seed))
+
+
+def fetched(host: Host, other: str) -> int:
+    """Return how many chunks a host has fetched from another."""
+    return int(host.peer(other)["chunks"])
+
+
+class Loading(threading.Thread):
+    """A load under way, in a thread: what it gave, and how long it took."""
+
+    def __init__(self, client: kvd_client.Client, hashes: list[bytes]) -> None:
+        """Begin."""
+        super().__init__(daemon=True)
+        self.client, self.hashes = client, hashes
+        self.chunks = -1
+        self.seconds = 0.0
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Load, and check every byte."""
+        begun = time.monotonic()
+        try:
+            self.chunks = load(self.client, self.hashes)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.error = error
+        self.seconds = time.monotonic() - begun
+
+    def result(self) -> int:
+        """Wait for its end, within its bound; return the chunks it gave."""
+        self.join(BOUND_S + 30)
+        if self.error is not None:
+            raise self.error
+        assert self.chunks >= 0, "still waiting"
+        assert self.seconds < BOUND_S
+        return self.chunks
+
+
+# -------------------------------------------------------------------- sharing
+
+
+def test_a_prefix_stored_on_one_host_loads_on_another(
+    fleet: Fleet, client: Connect, seed: int
+) -> None:
+    """B loads what A stored, byte for byte, once; C has it from B when A is dead."""
+    a, b, c = (client(fleet.hosts[name]) for name in "abc")
+    hashes = prefix(a, seed)
+    assert store(a, hashes) == CHUNKS
+    known(b, hashes, CHUNKS)
+    assert load(b, hashes) == CHUNKS
+    before = fetched(fleet.hosts["b"], "a")
+    assert load(b, hashes) == CHUNKS
+    assert fetched(fleet.hosts["b"], "a") == before, "fetched twice"
+    fleet.hosts["a"].kill()
+    known(c, hashes, CHUNKS)
+    assert load(c, hashes) == CHUNKS
+    assert fetched(fleet.hosts["c"], "b") >= CHUNKS
+
+
+def test_a_longer_prefix_of_two_hosts(fleet: Fleet, client: Connect, seed: int) -> None:
+    """A prefix that is partly here and partly elsewhere loads as one."""
+    a, b = client(fleet.hosts["a"]), client(fleet.hosts["b"])
+    hashes = prefix(a, seed)
+    assert store(a, hashes) == CHUNKS
+    assert store(b, hashes[:5]) == 5
+    known(b, hashes, CHUNKS)
+    assert load(b, hashes) == CHUNKS
+
+
+def test_two_who_ask_at_once_fetch_once(fleet: Fleet, client: Connect, seed: int) -> None:
+    """A second request for chunks that are under way waits for them; nothing is fetched twice."""
+    a = client(fleet.hosts["a"])
+    clients = [client(fleet.hosts["b"]) for _ in range(4)]
+    hashes = prefix(a, seed, MANY)
+    assert store(a, hashes) == MANY
+    known(clients[0], hashes, MANY)
+    before = fetched(fleet.hosts["b"], "a")
+    loads = [Loading(one, hashes) for one in clients]
+    assert [one.result() for one in loads] == [MANY] * 4
+    wait_for(lambda: fetched(fleet.hosts["b"], "a") == before + MANY, "fetched once", 5)
+
+
+def test_another_namespace_is_another_world(fleet: Fleet, client: Connect, seed: int) -> None:
+    """The same tokens of another model are a miss, whoever holds the first."""
+    a = client(fleet.hosts["a"])
+    other = client(fleet.hosts["b"], namespace=namespace(model="other"))
+    assert store(a, prefix(a, seed)) == CHUNKS
+    time.sleep(1)
+    assert other.lookup(prefix(other, seed)).chunks == 0
+    assert load(other, prefix(other, seed)) == 0
+
+
+# -------------------------------------------------------------------- what breaks on the way
+
+
+def break_transfer(
+    fleet: Fleet, client: Connect, seed: int, do: Callable[[Host], Any]
+) -> tuple[Loading, list[bytes], kvd_client.Client]:
+    """Let B load from A, and do something to A while bytes are landing."""
+    a, b = client(fleet.hosts["a"]), client(fleet.hosts["b"])
+    for attempt in range(6):
+        hashes = prefix(a, seed + attempt, MANY)
+        assert store(a, hashes) >= MANY // 2
+        known(b, hashes, a.lookup(hashes).chunks)
+        loading = Loading(b, hashes)
+        time.sleep(0.03 * (1 + attempt % 3))
+        if loading.is_alive():
+            do(fleet.hosts["a"])
+            return loading, hashes, b
+        loading.result()
+    pytest.fail("every transfer was over before it could be broken")
+
+
+def test_a_link_cut_in_the_middle(fleet: Fleet, client: Connect, seed: int) -> None:
+    """The load ends in its bound with a right prefix; slots come back; mended, it goes on."""
+    loading, hashes, b = break_transfer(fleet, client, seed, Host.cut)
+    loading.result()
+    at_rest(fleet.hosts["b"])
+    fleet.hosts["a"].mend()
+    fleet.hosts["b"].wait_for_peer("a")
+    known(b, hashes, max(b.lookup(hashes).chunks, 1))
+    load(b, hashes)
+
+
+def test_a_holder_killed_in_the_middle(fleet: Fleet, client: Connect, seed: int) -> None:
+    """What has landed is right, the rest is a miss, and every slot comes back."""
+    loading, hashes, b = break_transfer(fleet, client, seed, Host.kill)
+    loading.result()
+    at_rest(fleet.hosts["b"])
+    fleet.hosts["a"].start()
+    load(b, hashes)
+
+
+def test_a_holder_stopped_past_its_lease(fleet: Fleet, client: Connect, seed: int) -> None:
+    """What a stopped host sends once it goes on lands in no memory that others use by then."""
+    loading, _, b = break_transfer(fleet, client, seed, lambda a: a.signal(signal.SIGSTOP))
+    loading.result()
+    at_rest(fleet.hosts["b"])  # by the fence: the holder is still stopped
+    mine = prefix(b, seed + 9, 300)
+    stored = store(b, mine)
+    time.sleep(PAST_LEASE_S)
+    fleet.hosts["a"].signal(signal.SIGCONT)
+    fleet.hosts["b"].wait_for_peer("a")
+    time.sleep(1)
+    assert load(b, mine) == stored, "what B stored meanwhile"
+
+
+PAST_LEASE_S = 3.0
+"""Above what the reads and the fence took, the rest of a lease of 5 s."""
+
+
+def summed(fleet: Fleet, client: Connect, seed: int, chunks: int = CHUNKS) -> list[bytes]:
+    """Have A hold a prefix whose objects it has summed, and B know nothing of it any more."""
+    a, b = client(fleet.hosts["a"]), client(fleet.hosts["b"])
+    hashes = prefix(a, seed, chunks)
+    assert store(a, hashes) == chunks
+    known(b, hashes, chunks)
+    assert load(b, hashes) == chunks
+    b.close()
+    fleet.hosts["b"].kill()
+    fleet.hosts["b"].start()
+    wait_for(lambda: fleet.hosts["b"].peer("a").get("mover") == "up", "mover", 30)
+    fleet.hosts["b"].wait_for_peer("a")
+    return hashes
+
+
+def test_a_source_that_hangs_is_fenced(fleet: Fleet, client: Connect, seed: int) -> None:
+    """Only the holder's source hangs: reads are quarantined, the mover killed, slots freed."""
+    host = fleet.hosts["b"]
+    source = fleet.hosts["a"].stat()["peer"]["source_pid"]
+    hashes = summed(fleet, client, seed, MANY)
+    before = host.peer("a")
+    b = client(host)
+    known(b, hashes, MANY)
+    os.kill(source, signal.SIGSTOP)
+    try:
+        assert Loading(b, hashes).result() < MANY
+        wait_for(lambda: host.peer("a")["fenced"], "fence", 20)
+        assert host.peer("a")["quarantined"] > 0
+        at_rest(host)
+        wait_for(lambda: host.peer("a")["mover_pid"] != before["mover_pid"], "another mover", 5)
+    finally:
+        os.kill(source, signal.SIGCONT)
+    wait_for(lambda: load(b, hashes) == MANY, "it works again", 60)
+
+
+def test_a_holder_restarted_between_look_up_and_load(
+    fleet: Fleet, client: Connect, seed: int
+) -> None:
+    """Its old entries mean nobody: the load is a miss, at once, and never somebody else's bytes."""
+    a, b = client(fleet.hosts["a"]), client(fleet.hosts["b"])
+    hashes = prefix(a, seed)
+    store(a, hashes)
+    known(b, hashes, CHUNKS)
+    fleet.hosts["a"].kill()
+    fleet.hosts["a"].start()
+    begun = time.monotonic()
+    assert load(b, hashes) == 0
+    assert time.monotonic() - begun < BOUND_S
+    at_rest(fleet.hosts["b"])
+
+
+def test_without_redis_there_is_what_is_here(fleet: Fleet, client: Connect, seed: int) -> None:
+    """Redis killed: look-ups answer from this host alone and at once; back, all is shared again."""
+    a, b = client(fleet.hosts["a"]), client(fleet.hosts["b"])
+    hashes, other = prefix(a, seed), prefix(a, seed + 1)
+    store(a, hashes)
+    store(b, other)
+    known(b, hashes, CHUNKS)
+    fleet.kill_redis()
+    assert load(b, other) == CHUNKS
+    wait_for(lambda: "shut" in fleet.hosts["b"].stat()["directory"]["state"], "noticed", 20)
+    begun = time.monotonic()
+    found = [b.lookup(prefix(b, seed + 2)).chunks for _ in range(50)]
+    assert (time.monotonic() - begun) / 50 < 0.1
+    assert found == [0] * 50
+    fleet.start_redis()
+    known(b, hashes, CHUNKS)
+    assert load(b, hashes) == CHUNKS
+
+
+def test_corrupted_bytes_are_not_believed(fleet: Fleet, client: Connect, seed: int) -> None:
+    """Bytes that change at the holder after they were summed are refused, counted, and a miss."""
+    hashes = summed(fleet, client, seed)
+    b = client(fleet.hosts["b"])
+    spoil(fleet.hosts["a"], stamp(hashes[3], 64))
+    before = fleet.hosts["b"].peer("a")["corrupt"]
+    known(b, hashes, CHUNKS)
+    assert load(b, hashes) == 3
+    wait_for(lambda: fleet.hosts["b"].peer("a")["corrupt"] > before, "counted", 5)
+    at_rest(fleet.hosts["b"])
+
+
+def spoil(host: Host, content: bytes) -> None:
+    """Change a byte of an object in a host's memory, behind its daemon's back."""
+    assert host.process is not None
+    pids = subprocess.run(
+        ["pgrep", "-g", str(host.process.pid)], check=True, capture_output=True, text=True
+    ).stdout.split()
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            if "kvd-slab" not in str(path.readlink()):
+                continue
+            with path.open("r+b", buffering=0) as slab:
+                for offset in range(0, os.fstat(slab.fileno()).st_size, 1 << 20):
+                    if os.pread(slab.fileno(), len(content), offset) == content:
+                        os.pwrite(slab.fileno(), b"\x00", offset + 5000)
+                        return
+    pytest.fail("the object is nowhere")
