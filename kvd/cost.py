@@ -105,6 +105,21 @@ def load_s(load: Load, rates: Rates) -> float:
     return seconds
 
 
+def sooner_by_peer(cold_bytes: int, peer_bytes: int, rates: Rates) -> bool:
+    """Tell whether other hosts would give clearly sooner what also lies in this one's tier below.
+
+    Args:
+        cold_bytes: As stored there.
+        peer_bytes: As they travel.
+        rates: As measured; what was never measured is not preferred.
+    """
+    if not rates.cold_bytes_s or not rates.peer_bytes_s:
+        return False
+    here_s = load_s(Load(0, 0, cold_bytes), rates)
+    there_s = load_s(Load(0, 0, 0, peer_bytes), rates)
+    return there_s < LOAD_BELOW * here_s
+
+
 class Gate:
     """One namespace's gate."""
 

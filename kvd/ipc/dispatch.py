@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvd.cost import Load, Rates
+from kvd.cost import Load, Rates, sooner_by_peer
 from kvd.failpoints import maybe_fault
 from kvd.ipc.waiting import Fetching, Waiting
 from kvd.lease import Lease
@@ -166,10 +166,24 @@ class Dispatcher:
             return here  # from host memory it always is
         lengths = {self._catalog.usable(space, hashes[:warm]), here, here + more} - {0}
         offers = [(n, self._load(space, chunks[:n], n)) for n in sorted(lengths)]
+        return space.gate.worth(offers, self._rates(peers=bool(more)))
+
+    def _rates(self, *, peers: bool) -> Rates:
+        """Return what was measured of the tier below, and of other hosts."""
         rates = self._riser.cost() if self._riser is not None else Rates(0.0, 0.0, 0.0, 0)
-        if self.reach is not None and more:
+        if self.reach is not None and peers:
             rates = Rates(*rates[:4], *self.reach.rates())
-        return space.gate.worth(offers, rates)
+        return rates
+
+    def _from_peers(self, space: Space, hashes: list[bytes], here: int) -> int:
+        """Return from which chunk on others are asked; for what lies below, if it is slower."""
+        chunks = [chunk for key in hashes[:here] if (chunk := space.chunks.get(key))]
+        warm = next((i for i, chunk in enumerate(chunks) if not chunk.ready), len(chunks))
+        cold = sum([chunk.cold[2] for chunk in chunks[warm:] if chunk.cold and not chunk.ready])
+        raw = sum([chunk.weight_bytes - chunk.size_bytes for chunk in chunks[warm:]])
+        if cold and sooner_by_peer(cold, raw, self._rates(peers=True)):
+            return warm
+        return here
 
     @staticmethod
     def _load(space: Space, chunks: list[Chunk], count: int) -> Load:
@@ -211,21 +225,27 @@ class Dispatcher:
         space = caller.space
         here = self._catalog.usable(space, hashes)
         waiting = self._fetching.get(caller.owner, set())
-        if here >= len(hashes) or len(waiting) >= WAITING_MAX:
+        first = self._from_peers(space, hashes, here)
+        if first >= len(hashes) or len(waiting) >= WAITING_MAX:
             return False
         fetching = Fetching(caller, ask, (), later)
         begun = self.reach.fetch(
             space,
             hashes,
-            here,
+            first,
+            over_cold=first < here,
             deadline_ns=self._clock.now_ns() + int(self._limits.promote_s * 1e9),
-            worth=lambda more: self._worth(space, hashes, here, more),
+            worth=lambda more: self._worth_of(space, hashes, here, first + more),
             done=lambda: self._fetched(fetching),
         )
         if begun:
             fetching.chunks = self._catalog.hold(space, hashes, ask.first)
             self._fetching.setdefault(caller.owner, set()).add(fetching)
         return begun
+
+    def _worth_of(self, space: Space, hashes: list[bytes], here: int, whole: int) -> int:
+        """Return how much of a prefix is worth it of which others complete what is here."""
+        return max(here, self._worth(space, hashes, here, max(0, whole - here)))
 
     def _fetched(self, fetching: Fetching) -> None:
         """Go on with an acquire when other hosts have given what they will (W2)."""

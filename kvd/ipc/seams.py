@@ -51,11 +51,15 @@ class Reach(Protocol):
         hashes: Sequence[bytes],
         found: int,
         *,
+        over_cold: bool,
         deadline_ns: int,
         worth: Callable[[int], int],
         done: Callable[[], None],
     ) -> bool:
-        """Fetch what `worth` says of what they have; False when there is nothing to wait for."""
+        """Fetch what `worth` says of what they have; False when there is nothing to wait for.
+
+        With `over_cold`, also what lies in the tier below.
+        """
         ...
 
     def rates(self) -> tuple[float, float, float]:

@@ -44,9 +44,17 @@ class Request(NamedTuple):
     space: Space
     hashes: Sequence[bytes]
     found: int
+    over_cold: bool
     deadline_ns: int
     worth: Callable[[int], int]
     done: Done
+
+    def missing(self, key: bytes) -> int:
+        """Return the columns of a chunk that are to be fetched."""
+        chunk = self.space.chunks.get(key)
+        if chunk is None:
+            return self.space.full_mask
+        return self.space.full_mask & ~(chunk.mask | (0 if self.over_cold else chunk.cold_mask))
 
 
 class Waits:
@@ -138,6 +146,7 @@ class Requests:
         hashes: Sequence[bytes],
         found: int,
         *,
+        over_cold: bool,
         deadline_ns: int,
         worth: Callable[[int], int],
         done: Done,
@@ -148,13 +157,14 @@ class Requests:
             space: Where.
             hashes: The whole chain.
             found: How much of it is here.
+            over_cold: Fetch also what lies in the tier below, which is slower.
             deadline_ns: When it waits no longer.
             worth: Says how long a prefix pays when so many more chunks could be had.
             done: Called once, when all has come that will.
         """
         if not self._able(space):
             return False
-        self._spawn(self._fetch(Request(space, hashes, found, deadline_ns, worth, done)))
+        self._spawn(self._fetch(Request(space, hashes, found, over_cold, deadline_ns, worth, done)))
         return True
 
     def rates(self) -> tuple[float, float, float]:
@@ -246,7 +256,7 @@ class Requests:
         space, hashes = run.request.space, run.request.hashes
         sink = self._best(run.hosts)
         places = {key: index for index, key in enumerate(hashes)}
-        wants = [(key, mask) for key in run.keys if (mask := _missing(space, key))]
+        wants = [(key, mask) for key in run.keys if (mask := run.request.missing(key))]
         if sink is None or not wants:
             return False
         layout = space.layout
@@ -276,7 +286,7 @@ class Requests:
     def _ended(self, run: Run, host: str, keys: Sequence[bytes], why: str) -> None:
         """Ask another host for what did not come, or tell those who wait."""
         space, now_ns = run.request.space, self._clock.now_ns()
-        rest = [key for key in keys if _missing(space, key)]
+        rest = [key for key in keys if run.request.missing(key)]
         if rest and why == "miss":
             self._wrong(run, host, rest[0])
         others = tuple(other for other in run.hosts if other != host)
@@ -301,12 +311,6 @@ class Requests:
     def _landed(self, space: Space, key: bytes) -> None:
         for waiter in self._flights.pop((space, key), ()):
             waiter()
-
-
-def _missing(space: Space, key: bytes) -> int:
-    """Return the columns of a chunk that are not on this host."""
-    chunk = space.chunks.get(key)
-    return space.full_mask & ~(chunk.mask | chunk.cold_mask if chunk is not None else 0)
 
 
 def runs(holders: Sequence[Sequence[str]]) -> list[tuple[tuple[str, ...], int, int]]:

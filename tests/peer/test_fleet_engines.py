@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench._fleet import wait_for  # noqa: E402
-from kvd_client import transformers as kvd_hf  # noqa: E402
-from tests.engines.hf_kit import MODELS, WHOLE, connect, greedy, prompt, run  # noqa: E402
+from bench._fleet import wait_for
+from kvd_client import transformers as kvd_hf
+from tests.engines.hf_kit import MODELS, WHOLE, connect, greedy, prompt, run
 
 if TYPE_CHECKING:
     from bench._fleet import Fleet

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cost import KEEP_BELOW, LOAD_BELOW, WEIGHT, Gate, Load, Rate, Rates, load_s
+from kvd.cost import (
+    KEEP_BELOW,
+    LOAD_BELOW,
+    WEIGHT,
+    Gate,
+    Load,
+    Rate,
+    Rates,
+    load_s,
+    sooner_by_peer,
+)
 
 TOKENS = 1000
 FREE = Rates(0.0, 0.0, 0.0, 0)
@@ -190,3 +200,20 @@ def test_the_offer_is_the_one_that_saves_most(
     assert saved.get(found, 0.0) == pytest.approx(max(0.0, best))
     assert (found == 0) == (best <= 0)
     assert gate.loading == (found == len(offers))
+
+
+def test_another_host_may_be_sooner_than_the_own_disk() -> None:
+    """What lies below is fetched instead where the link is clearly faster, queues included."""
+    rates = Rates(0.0, 1e9, 0.001, 0, 4e9, 0.001, 0.0)
+    assert sooner_by_peer(1 << 30, 1 << 30, rates)
+    assert not sooner_by_peer(1 << 30, 1 << 30, rates._replace(peer_queued_bytes=4e9))
+    assert not sooner_by_peer(1 << 28, 1 << 30, rates), "packed to a quarter below"
+    assert not sooner_by_peer(1 << 30, 1 << 30, rates._replace(peer_bytes_s=0.0))
+    assert not sooner_by_peer(1 << 30, 1 << 30, rates._replace(cold_bytes_s=0.0))
+
+
+def test_what_others_have_costs_its_link() -> None:
+    """A load from another host takes its latency, what is asked for there, and its bytes."""
+    rates = Rates(0.0, 0.0, 0.0, 0, 1e9, 0.25, 5e8)
+    assert load_s(Load(256, 0, 0, 10**9), rates) == pytest.approx(0.25 + 1.5)
+    assert load_s(Load(256, 0, 0, 0), rates) == 0
