@@ -64,6 +64,7 @@ bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time 
 	@$(PY) -m bench.codec
 	@$(PY) -m bench.nvme
 	@$(PY) -m bench.scale
+	@$(PY) -m bench.peer
 	@$(PY) -m bench.replay
 	@$(PY) -m bench.ttft
 	@$(PY) -m bench.quality

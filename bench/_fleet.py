@@ -10,6 +10,7 @@ reach a daemon by its socket file.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -61,6 +62,11 @@ def wait_for(what: Callable[[], Any], why: str, limit_s: float = START_S) -> Any
             msg = f"not within {limit_s:.0f} s: {why}"
             raise AssertionError(msg)
         time.sleep(0.02)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that comes."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Host:
@@ -118,6 +124,7 @@ class Host:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - no thread holds a lock here
             )
 
         def ready() -> bool:
@@ -221,7 +228,12 @@ class Fleet:
         command += ["--bind", self.redis_ip, "--port", str(REDIS_PORT), "--protected-mode", "no"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self.directory)]
         with (self.directory / "redis.log").open("ab") as log:
-            self.redis = subprocess.Popen(command, stdout=log, stderr=log)
+            self.redis = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - as above
+            )
 
     def kill_redis(self) -> None:
         """Kill it the hard way."""
