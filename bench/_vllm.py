@@ -79,7 +79,7 @@ class Engine:
                 [str(PYTHON), "-m", "bench._vllm_engine"],
                 cwd=ROOT,
                 env={
-                    **os.environ,
+                    **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
                     "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
                     "VLLM_CPU_KVCACHE_SPACE": "1",
                     "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # equal threads, equal answers

@@ -29,7 +29,7 @@ from kvd.demo.text import DOCUMENT
 CHUNKS: Final = 12
 CHUNK_TOKENS: Final = 256
 ANSWER: Final = 24
-WORK: Final = (4, 1025, 8)
+WORK: Final = (2, 1025, 4)
 """Of a round of the second part: prompts, tokens of each, tokens of each answer."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
+import zmq
 
 from tests.engines.vllm_kit import (
     CHUNK,
@@ -13,6 +15,7 @@ from tests.engines.vllm_kit import (
     poison,
     prompt,
     reset,
+    save_adapter,
     settled,
     start_engine,
 )
@@ -38,15 +41,41 @@ def batch(salt: int) -> list[list[int]]:
     ]
 
 
+def stored_tokens(listener: Any) -> list[list[int]]:
+    """Return the tokens of what vLLM's event stream says kvd has taken, event by event."""
+    told = []
+    while listener.poll(200):
+        _, _, body = listener.recv_multipart()
+        for event in msgpack.unpackb(body)[1]:
+            if event["type"] == "BlockStored" and event.get("medium") == "CPU":
+                told.append(event["token_ids"])
+                assert "extra_keys" not in event
+    return told
+
+
 def test_loaded_output_is_the_engines_own(
-    daemon: DaemonProcess, llama: Path, start_engine: Callable[..., Any]
+    daemon: DaemonProcess, llama: Path, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:
     """A load answers bit for bit as the engine's own hit, and in another process as well.
 
     After a reset of the engine's cache, for one request and for eight at once; in a second engine,
-    of several processes; and with a byte of every value changed the answer is another.
+    of several processes; and with a byte of every value changed the answer is another. What kvd has
+    taken is told to vLLM's event stream.
     """
-    engine = start_engine(llama, daemon.socket, dtype="float32", max_num_batched_tokens=512)
+    listener: Any = zmq.Context.instance().socket(zmq.SUB)
+    listener.connect(f"ipc://{tmp_path}/events")
+    listener.subscribe(b"")
+    engine = start_engine(
+        llama,
+        daemon.socket,
+        dtype="float32",
+        max_num_batched_tokens=512,
+        kv_events_config={
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{tmp_path}/events",
+        },
+    )
     cold = engine.generate([LONG], ANSWER)
     own = engine.generate([LONG], ANSWER)
     assert cold["cached"] == [0]
@@ -56,6 +85,10 @@ def test_loaded_output_is_the_engines_own(
     loaded = engine.generate([LONG], ANSWER)
     assert loaded["cached"] == own["cached"]
     assert loaded["tokens"] == own["tokens"]
+
+    told = stored_tokens(listener)
+    listener.close(linger=0)
+    assert told == [LONG[n * CHUNK : (n + 1) * CHUNK] for n in range(15)]
 
     prompts = batch(20)
     first = engine.generate(prompts, ANSWER)
@@ -72,10 +105,14 @@ def test_loaded_output_is_the_engines_own(
         salted = engine.generate([LONG], 1, salts=[salt])
         assert salted["cached"] == [0], "another salt's KV was found"
     engine.close()
-
     second = start_engine(
         llama, daemon.socket, dtype="float32", max_num_batched_tokens=512, multiprocess=True
     )
+    in_another_process(second, daemon, own)
+
+
+def in_another_process(second: Any, daemon: DaemonProcess, own: dict[str, Any]) -> None:
+    """Load what the first engine saved; then the same with other bytes."""
     loaded = second.generate([LONG], ANSWER)
     assert loaded["cached"] == own["cached"]
     assert loaded["tokens"] == own["tokens"]
@@ -87,3 +124,43 @@ def test_loaded_output_is_the_engines_own(
     assert poisoned["tokens"] != own["tokens"], "the bytes that were loaded make no difference"
     settled(daemon)
     reset(second)
+
+
+def test_another_kind_of_engine_never_hits(
+    daemon: DaemonProcess, llama: Path, start_engine: Callable[..., Any]
+) -> None:
+    """Of the same model and prompt, another type or block size finds nothing but its own."""
+    for other in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"block_size": 64}):
+        engine = start_engine(llama, daemon.socket, **{"dtype": "float32", **other})
+        before = settled(daemon)["host"]["published_bytes"]
+        assert engine.generate([LONG], 1)["cached"] == [0], f"{other} hit another's KV"
+        settled(daemon, published=before + 15 * CHUNK * 1024)
+        reset(engine)
+        assert engine.generate([LONG], 1)["cached"] == [15 * CHUNK]
+        engine.close()
+
+
+def test_adapters_are_cached_by_their_digest(
+    daemon: DaemonProcess, llama: Path, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """With a digest an adapter's KV is loaded, for that adapter only; without one it is not."""
+    known, unknown = save_adapter(tmp_path / "known", 1), save_adapter(tmp_path / "unknown", 2)
+    engine = start_engine(
+        llama,
+        daemon.socket,
+        dtype="float32",
+        enable_lora=True,
+        max_loras=2,
+        extra={"adapters": {"known": "1f"}},
+    )
+    cold = {}
+    for name, adapter in (("base", None), ("known", known), ("unknown", unknown)):
+        cold[name] = engine.generate([LONG], ANSWER, adapter=adapter)
+        assert cold[name]["cached"] == [0], f"{name} found another's KV"
+    assert len({str(answer["tokens"]) for answer in cold.values()}) == 3
+    settled(daemon, published=2 * 15 * CHUNK * 2048)
+    reset(engine)
+    for name, adapter in (("base", None), ("known", known), ("unknown", unknown)):
+        again = engine.generate([LONG], ANSWER, adapter=adapter)
+        assert again["cached"] == [0 if name == "unknown" else 15 * CHUNK]
+        assert again["tokens"] == cold[name]["tokens"]

@@ -14,6 +14,7 @@ from tests.engines.vllm_kit import (
     reset,
     save_llama,
     save_model,
+    saved,
     settled,
     start_engine,
 )
@@ -29,6 +30,11 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = prompt(8 * CHUNK + 1)
 ANSWER = 12
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 512,
+}
 
 
 def prove(engine: Any, daemon: DaemonProcess) -> None:
@@ -36,7 +42,7 @@ def prove(engine: Any, daemon: DaemonProcess) -> None:
     assert engine.generate([LONG], ANSWER)["cached"] == [0]
     own = engine.generate([LONG], ANSWER)
     assert own["cached"] == [8 * CHUNK]
-    settled(daemon, published=1)
+    saved(daemon)
     reset(engine)
     loaded = engine.generate([LONG], ANSWER)
     assert loaded["cached"] == [8 * CHUNK]
@@ -56,7 +62,7 @@ def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable
     engine = start_engine(
         save_llama(tmp_path / "model"),
         daemon.socket,
-        dtype="float32",
+        **SMALL,
         tensor_parallel_size=2,
         multiprocess=True,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
@@ -69,6 +75,5 @@ def test_other_attention(
     kind: str, daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:
     """Full and sliding layers in one model; one latent a token (MLA)."""
-    prove(
-        start_engine(save_model(tmp_path / "model", kind), daemon.socket, dtype="float32"), daemon
-    )
+    model = save_model(tmp_path / "model", kind)
+    prove(start_engine(model, daemon.socket, **SMALL), daemon)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -71,7 +72,11 @@ def start_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
     def start(model: Path, socket: str | None, **options: Any) -> Engine:
         extra = options.pop("extra", {})
-        kvd = None if socket is None else {"socket": socket, "chunk_tokens": CHUNK, **extra}
+        kvd = (
+            None
+            if socket is None
+            else {"socket": socket, "chunk_tokens": CHUNK, "wait_s": 10, **extra}
+        )
         options.setdefault("num_gpu_blocks_override", BLOCKS)
         environment = {"VLLM_CPU_CI_ENV": "1", **options.pop("environment", {})}
         log = tmp_path / f"engine{len(made)}.log"
@@ -98,6 +103,18 @@ def settled(daemon: DaemonProcess, published: int = 0, seconds: float = 30.0) ->
         if not busy and not page["leases"] and host["published_bytes"] >= published:
             return page
         assert time.monotonic() < until, f"kvd does not come to rest: {page}"
+        time.sleep(0.05)
+
+
+def saved(daemon: DaemonProcess, quiet_s: float = 1.5, seconds: float = 60.0) -> None:
+    """Wait until something is published, by all ranks: nothing more comes for a while."""
+    until = time.monotonic() + seconds
+    before, since = 0, time.monotonic()
+    while not before or time.monotonic() - since < quiet_s:
+        now = settled(daemon)["host"]["published_bytes"]
+        if now != before:
+            before, since = now, time.monotonic()
+        assert time.monotonic() < until, "nothing is saved"
         time.sleep(0.05)
 
 
@@ -140,6 +157,9 @@ def save_model(folder: Path, kind: str) -> Path:
             **SHAPE, num_hidden_layers=6, sliding_window=CHUNK * 2, layer_types=kinds
         )
         model = transformers.Gemma3ForCausalLM(config)
+        for name, weight in model.named_parameters():
+            if "post_attention_layernorm" in name:
+                weight.data.fill_(8.0)  # else the answer hardly depends on the prompt
     else:
         shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
         config = transformers.DeepseekV3Config(
@@ -151,12 +171,40 @@ def save_model(folder: Path, kind: str) -> Path:
             n_group=1,
             topk_group=1,
             num_experts_per_tok=2,
-            kv_lora_rank=64,
+            kv_lora_rank=512,  # with the next 576, the one size that the CPU back end knows
+            qk_rope_head_dim=64,
             q_lora_rank=32,
-            qk_rope_head_dim=32,
             qk_nope_head_dim=32,
             v_head_dim=32,
         )
         model = transformers.DeepseekV3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def save_adapter(folder: Path, seed: int) -> dict[str, Any]:
+    """Write a random LoRA adapter of the small model; return it as the engine is told of it."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rank = SHAPE["hidden_size"], 8
+    sizes = {"q_proj": hidden, "v_proj": SHAPE["num_key_value_heads"] * SHAPE["head_dim"]}
+    weights = {}
+    for layer in range(4):
+        for name, size in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+            weights[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=generator)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": list(sizes),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return {"name": folder.name, "number": seed, "path": str(folder)}

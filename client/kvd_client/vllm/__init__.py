@@ -12,6 +12,8 @@
     worker       the half in each worker process: has the memory
     mover        the worker's thread that copies
     pages        where the engine's pages lie
+    announce     which chunks to tell vLLM's event stream; pure
+    telemetry    counts for vLLM's log and metrics
     connector    the class that vLLM loads, which only hands on
 
 Importing this package imports neither vLLM nor torch; its attribute `KvdConnector` does.

@@ -19,13 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client.vllm import stats
-from kvd_client.vllm.errors import Unsupported
+from kvd_client.vllm.errors import Unsupported, log_fault
 from kvd_client.vllm.options import read_options
 from kvd_client.vllm.scheduler import Scheduler
+from kvd_client.vllm.telemetry import KvdKept, KvdPromMetrics, KvdStats, stored_event
 from kvd_client.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -48,30 +47,6 @@ class KvdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     identity: Identity | None
     reason: str = ""
-
-
-@dataclass
-class KvdStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of `kvd_client.vllm.stats`, summed over ranks and halves."""
-
-    data: dict[str, int]
-
-    def reset(self) -> None:
-        """Start anew."""
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another's counts."""
-        self.data = stats.added(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return a line for the log."""
-        return stats.summary(self.data)
-
-    def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
-        return not self.data
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -131,6 +106,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Unsupported as error:
             logger.error("kvd stays out of this engine: %s", error)  # noqa: TRY400
             self._handshake = KvdHandshake(None, str(error))
+        except Exception:  # noqa: BLE001 - logged; an engine must not fail because of kvd
+            log_fault("to describe this engine")
+            self._handshake = KvdHandshake(None, "a mistake in kvd, see the worker's log")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half what this engine is."""
@@ -179,12 +157,18 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         single = len(self._kv_cache_config.kv_cache_groups) == 1
         return self._bad_blocks if single else set()
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> KvdStats | None:
         """Return what was counted since the last call, if anything."""
         half = self._worker or self._scheduler
         assert half is not None
         counts = half.counts.take()
         return KvdStats(data=counts) if counts else None
+
+    def build_connector_worker_meta(self) -> KvdKept | None:
+        """Report chunks that kvd has taken, when vLLM publishes events."""
+        assert self._worker is not None
+        kept = self._worker.kept()
+        return KvdKept(dict.fromkeys(kept, 1)) if kept else None
 
     def shutdown(self) -> None:
         """End what is under way."""
@@ -206,7 +190,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             why = "; ".join(sorted(reasons)) or "its ranks differ in what they hold"
             logger.error("kvd stays out of this engine: %s", why)
             return
-        self._scheduler.attach(identity)
+        events = self._vllm_config.kv_events_config
+        self._scheduler.attach(
+            identity, events=events is not None and bool(events.enable_kv_cache_events)
+        )
 
     def get_num_new_matched_tokens(
         self,
@@ -231,6 +218,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take in which loads have ended."""
         assert self._scheduler is not None
         self._scheduler.loaded(connector_output.finished_recving or set())
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvdKept):
+            self._scheduler.kept(meta.kept)
+
+    def take_events(self) -> list[Any]:
+        """Tell of chunks that kvd has taken. That it has dropped one only kvd itself tells."""
+        assert self._scheduler is not None
+        tokens = self._scheduler.hash_tokens
+        return [stored_event(chunk, tokens) for chunk in self._scheduler.take_news()]
 
     def request_finished_all_groups(
         self,
@@ -257,9 +253,20 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdStats:
         """Make stats of counts that came from another process."""
         return KvdStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,  # noqa: ANN401 - vLLM's
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvdPromMetrics:
+        """Make the counters of vLLM's metrics page."""
+        return KvdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def describe_backends(vllm_config: Any, layers: list[str]) -> str:  # noqa: ANN401 - vLLM's

@@ -71,7 +71,9 @@ class _Job:
 class Mover:
     """Moves pages for one rank. `load`, `save`, `fence`, `take`: the engine's thread."""
 
-    def __init__(self, client: Client, pages: Pages, counts: Counts, *, writes: bool) -> None:
+    def __init__(
+        self, client: Client, pages: Pages, counts: Counts, *, writes: bool, tells: bool = False
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -79,6 +81,7 @@ class Mover:
             pages: Of this rank.
             counts: Where to count.
             writes: Whether this rank saves (a replica of another rank does not).
+            tells: Whether `kept` is asked for, which chunks kvd has taken.
         """
         self._client = client
         self._pages = pages
@@ -90,6 +93,7 @@ class Mover:
         self._saving: _Job | None = None
         self._copying = False
         self._ended = Ended(set(), set(), set())
+        self._kept: list[bytes] | None = [] if tells else None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvd-mover", daemon=True)
         self._thread.start()
@@ -138,21 +142,28 @@ class Mover:
             ended, self._ended = self._ended, Ended(set(), set(), set())
         return ended
 
+    def kept(self) -> list[bytes]:
+        """Return the chunks that kvd has of this rank since the last look."""
+        with self._changed:
+            kept, self._kept = self._kept, None if self._kept is None else []
+        return kept or []
+
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         with self._changed:
             return not (self._loads or self._saves or self._saving)
 
-    def close(self) -> None:
-        """End the thread, once what is under way is over; saves get `CLOSE_S`."""
+    def close(self, *, saves_s: float = CLOSE_S) -> None:
+        """End the thread, once what is under way is over; saves get `saves_s`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(CLOSE_S)
+        self._thread.join(saves_s)
         with self._changed:
-            for job in self._saves:
-                job.cancelled = True
+            for job in (*self._saves, self._saving):
+                if job is not None:
+                    job.cancelled = True
         if self._thread.is_alive():
             self._thread.join()  # of one piece
 
@@ -197,18 +208,23 @@ class Mover:
                 self._ended.bad_blocks.update(b for ids in load.blocks for b in ids if b)
 
     def _copy_load(self, load: Load) -> int:
-        """Copy a load; return its bytes, 0 if it failed."""
+        """Copy a load; return its bytes.
+
+        Raises:
+            KvdError: It failed, in whole or in part; the text says why.
+        """
         epoch = self._client.epoch
         with self._client.attach(load.token) as lease:
-            pieces = self._pieces(load, lease) if lease else None
-            if not pieces:
-                return 0
-            size = self._pages.load(pieces)
+            if not lease:
+                raise KvdError("kvd does not answer, or the lease has ended")
+            size = self._pages.load(self._pieces(load, lease))
             self._client.poll()
-            return size if self._client.epoch == epoch else 0  # M4
+        if self._client.epoch != epoch:  # M4
+            raise KvdError("kvd was started anew meanwhile")
+        return size
 
-    def _pieces(self, load: Load, lease: Lease) -> list[Piece] | None:
-        """List what a load copies; None if the lease does not hold all of it."""
+    def _pieces(self, load: Load, lease: Lease) -> list[Piece]:
+        """List what a load copies; KvdError if the lease does not hold all of it."""
         pieces = []
         for number, (group, ids) in enumerate(zip(self._pages.groups, load.blocks, strict=True)):
             count = group.pages
@@ -218,7 +234,7 @@ class Mover:
                 if not any(part):
                     continue
                 if not lease.has(chunk, number):
-                    return None
+                    raise KvdError(f"the lease lacks group {number} of chunk {chunk}")
                 pieces.append(Piece(number, part, lease.view(chunk, number)))
         return pieces
 
@@ -294,6 +310,10 @@ class Mover:
                 return 0, False
             placed = reservation.placed
             results = self._client.publish(reservation, placed) if placed else []
+            if self._kept is not None and set(results) <= {Status.OK}:
+                here = {slot.chunk - ahead for slot in placed}
+                with self._changed:
+                    self._kept.extend(save.hashes[chunk] for chunk in sorted(here))
             size = sum(self._pages.groups[slot.group].object_bytes for slot in placed)
             kept = {Status.OK, Status.EXISTS, Status.BUSY}
             states = {slot.status for slot in reservation.slots} | set(results)

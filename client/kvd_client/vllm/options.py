@@ -32,7 +32,8 @@ class Options(NamedTuple):
         save: `all`, `prompt` (not what was generated), or `none`.
         media: Cache prompts with images or sound, trusting the identifiers that vLLM has of them.
         load_wait_s: Longest wait for chunks that have to come up from NVMe.
-        wait_s: Longest wait of the worker's thread for an answer; never of a step.
+        wait_s: Longest wait for any other answer: of a request, or of the worker's own thread; a
+            step never waits.
     """
 
     socket: str | None = None

@@ -22,13 +22,14 @@ from kvd_client.client import Client
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
 from kvd_client.vllm import saving
+from kvd_client.vllm.announce import Announcer, Chunk, chunk_of
 from kvd_client.vllm.identity import adapter_hash, read_salt
 from kvd_client.vllm.messages import Load, Save, Step
 from kvd_client.vllm.plans import Action, Plan, Stage
 from kvd_client.vllm.stats import Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvd_client.handles import Found, Lease, Ticket
     from kvd_client.vllm.identity import Identity
@@ -38,8 +39,6 @@ SOON_S: Final = 0.001
 """How long a step waits for an answer before it goes on without."""
 SPIN_S: Final = 0.0002
 """Of that, how long it looks without sleeping."""
-LOOKUP_S: Final = 0.25
-"""How long a look-up may take in all; then kvd counts as not answering."""
 GREET_S: Final = 1.0
 LEASE_S: Final = 30.0
 """For how long a lease's token is good, if this process dies; the daemon may shorten it."""
@@ -68,9 +67,11 @@ class Scheduler:
         self._leases: dict[str, Lease] = {}
         self._loads: list[Load] = []
         self._generation = ""
+        self._announcer: Announcer | None = None
+        self._news: list[Chunk] = []
         self.counts = Counts()
 
-    def attach(self, identity: Identity) -> None:
+    def attach(self, identity: Identity, *, events: bool = False) -> None:
         """Begin, as what the workers say the engine is; a daemon that is not there may come later.
 
         Raises:
@@ -78,6 +79,10 @@ class Scheduler:
         """
         self._identity = identity
         self._client = self._connect()
+        if events:
+            layout = identity.layout
+            alike = all(group.kind == "mla" for group in layout.groups)
+            self._announcer = Announcer(layout.pp if alike else layout.ranks)
 
     @property
     def _asynchronous(self) -> bool:
@@ -143,10 +148,11 @@ class Scheduler:
         elif plan.stage is Stage.ASKED:
             found: Found = self._tickets.pop(name).result
             self.counts.add("lookups")
-            plan.found(now, found.chunks, found.worth)
+            chunks = min(found.chunks, limit)  # an answer from outside must not end the engine
+            plan.found(now, chunks, min(found.worth, chunks))
         else:
             lease: Lease = self._tickets.pop(name).result
-            plan.held(now, lease.chunks)
+            plan.held(now, min(lease.chunks, plan.chunks))
             if plan.stage is Stage.HELD:
                 self._leases[name] = lease
             else:
@@ -261,6 +267,9 @@ class Scheduler:
         if stop <= start or table is None:
             return None
         tracked.plan.saved = stop
+        if self._announcer is not None:
+            for number in range(start, stop):
+                self._announcer.expect(tracked.chain[number], self._describe(tracked, number))
         blocks = saving.chunk_blocks(
             table,
             self._identity.pages,
@@ -271,6 +280,35 @@ class Scheduler:
         )
         return saving.plan_save(name, tracked.chain, start, stop, blocks)
 
+    def _describe(self, tracked: _Tracked, number: int) -> Chunk:
+        """Describe a chunk of a request, as events tell it."""
+        assert self._identity is not None
+        request = tracked.request
+        lora = request.lora_request
+        return chunk_of(
+            request.block_hashes,
+            request.all_token_ids,
+            (lora.lora_name, lora.lora_int_id) if lora is not None else None,
+            number,
+            hash_tokens=self._identity.hash_tokens,
+            chunk_tokens=self._identity.layout.chunk_tokens,
+        )
+
+    def kept(self, kept: Mapping[bytes, int]) -> None:
+        """Take in how many ranks report chunks that kvd has taken."""
+        if self._announcer is not None:
+            self._news.extend(self._announcer.reported(kept))
+
+    def take_news(self) -> list[Chunk]:
+        """Return the chunks that kvd has taken whole since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens that each block hash covers; 0 while off."""
+        return self._identity.hash_tokens if self._identity is not None else 0
+
     def _track(self, request: Any) -> _Tracked | None:  # noqa: ANN401 - vLLM's Request
         """Return what is known of a request, its chain as long as its hashes; None for H2."""
         if self._identity is None:
@@ -279,7 +317,7 @@ class Scheduler:
         if tracked is None:
             if not self._cacheable(request):
                 return None
-            plan = Plan(lookup_s=LOOKUP_S, promote_s=self._options.load_wait_s)
+            plan = Plan(lookup_s=self._options.wait_s, promote_s=self._options.load_wait_s)
             tracked = self._requests[request.request_id] = _Tracked(plan, [], request)
         self._extend(tracked)
         return tracked

@@ -1,38 +1,27 @@
-"""Counts of what the connector does, as vLLM's logger and metrics take them. Pure but for a lock.
-
-| name | counted in | meaning |
-| --- | --- | --- |
-| `lookups` | scheduler | look-ups that were answered |
-| `asked_again` | scheduler | steps in which a request waited for an answer |
-| `given_up` | scheduler | waits that took too long, and leases that were not used in time |
-| `loads_begun` | scheduler | loads promised to the engine |
-| `loads` | worker | loads that worked |
-| `loads_failed` | worker | loads that did not: the engine computes those tokens |
-| `loaded_bytes`, `load_micros` | worker | copied by loads that worked, and how long they took |
-| `saves` | worker | saves, whole or in part |
-| `saves_cut` | worker | saves ended early: a block was taken again, or kvd had no room |
-| `saved_bytes`, `save_micros` | worker | copied by saves, and how long they took |
-"""
+"""Counts of what the connector does. Pure but for a lock."""
 
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import Final, TypeVar
 
-NAMES: Final = (
-    "lookups",
-    "asked_again",
-    "given_up",
-    "loads_begun",
-    "loads",
-    "loads_failed",
-    "loaded_bytes",
-    "load_micros",
-    "saves",
-    "saves_cut",
-    "saved_bytes",
-    "save_micros",
-)
+Key = TypeVar("Key")
+
+NAMES: Final = {
+    "lookups": "Look-ups that kvd answered",
+    "asked_again": "Steps in which a request waited for kvd's answer",
+    "given_up": "Waits for kvd that took too long, and leases not used in time",
+    "loads_begun": "Loads promised to the engine",
+    "loads": "Loads that worked, one a rank",
+    "loads_failed": "Loads that did not: the engine computed those tokens",
+    "loaded_bytes": "Bytes copied by loads",
+    "load_micros": "Microseconds that loads took",
+    "saves": "Saves, whole or in part, one a rank",
+    "saves_cut": "Saves ended early: a block was taken again, or kvd had no room",
+    "saved_bytes": "Bytes copied by saves",
+    "save_micros": "Microseconds that saves took",
+}
+"""Name and meaning. The first four are the scheduler half's, the others the workers'."""
 
 
 class Counts:
@@ -56,7 +45,7 @@ class Counts:
         return taken
 
 
-def added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+def added(one: dict[Key, int], other: dict[Key, int]) -> dict[Key, int]:
     """Add two sets of counts."""
     return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}
 

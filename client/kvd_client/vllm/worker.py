@@ -16,7 +16,7 @@ from kvd_client.client import Client
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
 from kvd_client.vllm.identity import Identity, describe, read_salt
-from kvd_client.vllm.mover import Ended, Mover
+from kvd_client.vllm.mover import CLOSE_S, Ended, Mover
 from kvd_client.vllm.pages import find_pages
 from kvd_client.vllm.stats import Counts
 
@@ -97,7 +97,14 @@ class Worker:
             warn(f"{error}; the engine goes on without kvd until that changes")
         replica = all(group.kind == "mla" for group in layout.groups) and self._rank % layout.tp
         self._client = client
-        self._mover = Mover(client, self._pages, self.counts, writes=not replica)
+        events = getattr(self._config, "kv_events_config", None)
+        self._mover = Mover(
+            client,
+            self._pages,
+            self.counts,
+            writes=not replica,
+            tells=bool(events is not None and events.enable_kv_cache_events),
+        )
 
     def begin_step(self, step: Step) -> None:
         """Make the blocks that this step may write to safe to write."""
@@ -105,7 +112,7 @@ class Worker:
         if self.identity is None:
             return
         if step.generation != self._generation:
-            self.close()
+            self.close(saves_s=0.0)
             self._generation = step.generation
             self._connect()
         assert self._mover is not None
@@ -137,10 +144,14 @@ class Worker:
         """Return the loads that have ended."""
         return self._mover.take() if self._mover is not None else Ended(set(), set(), set())
 
-    def close(self) -> None:
-        """End what is under way, and the session."""
+    def kept(self) -> list[bytes]:
+        """Return the chunks that kvd has taken from this rank, when vLLM publishes events."""
+        return self._mover.kept() if self._mover is not None else []
+
+    def close(self, *, saves_s: float = CLOSE_S) -> None:
+        """End what is under way, and the session; saves get `saves_s`."""
         if self._mover is not None:
-            self._mover.close()
+            self._mover.close(saves_s=saves_s)
             self._mover = None
         if self._client is not None:
             self._client.close()
