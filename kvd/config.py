@@ -11,7 +11,7 @@ import pwd
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from kvd import config_nvme, config_peer, config_transfer, memory_limit
+from kvd import config_gpu, config_nvme, config_peer, config_transfer, memory_limit
 from kvd.config_peer import PeerKnobs
 from kvd.config_source import Source, Table, shown
 from kvd.config_transfer import TransferKnobs
@@ -21,6 +21,7 @@ from kvd.sizes import GIB, MIB, about, format_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from kvd.config_gpu import GpuKnobs
     from kvd.config_nvme import NvmeKnobs
 
 SYSTEM_FILE = "/etc/kvd/kvd.toml"
@@ -140,6 +141,7 @@ class Config:
     state_dir: str
     host: HostConfig
     nvme: NvmeKnobs
+    gpu: GpuKnobs
     tenants: tuple[TenantConfig, ...]
     limits: Limits
     socket_mode: int = 0o660
@@ -148,8 +150,9 @@ class Config:
 
 
 _KNOWN = {
-    "": ("socket", "socket_mode", "state_dir", "host", "nvme", "peer", "tenants", "limits"),
+    "": ("socket", "socket_mode", "state_dir", "host", "nvme", "gpu", "peer", "tenants", "limits"),
     "nvme": config_nvme.KEYS,
+    "gpu": config_gpu.KEYS,
     "peer": (*config_peer.KEYS, *config_transfer.KEYS),
     "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy"),
     "limits": tuple(field.name for field in fields(Limits)),
@@ -197,6 +200,7 @@ def load(path: str | None, overrides: Mapping[str, object]) -> Config:
         nvme=config_nvme.read(source.table(("nvme",), _KNOWN), state_dir),
         peer=peer,
         transfer=config_transfer.read(peer_table, peer.address, {t.name for t in tenants}),
+        gpu=config_gpu.read(source.table(("gpu",), _KNOWN)),
         tenants=tenants,
         limits=_limits(source.table(("limits",), _KNOWN)),
     )
@@ -387,6 +391,7 @@ def dump(config: Config) -> str:
     lines += ["", *config_nvme.dump(config.nvme)]
     lines += ["", *config_peer.dump(config.peer)]
     lines += config_transfer.dump(config.transfer)
+    lines += ["", *config_gpu.dump(config.gpu)]
     for tenant in config.tenants:
         uids = ", ".join(map(str, tenant.uids))
         lines += ["", f"[tenants.{_quoted(tenant.name)}]", f"uids = [{uids}]"]

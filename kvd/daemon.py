@@ -28,6 +28,7 @@ from kvd.clock import MonotonicClock, epoch_now
 from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
 from kvd.failpoints import maybe_fault, maybe_hang
+from kvd.gpu import GpuSide
 from kvd.ipc.admin import AdminDoor
 from kvd.ipc.dispatch import Dispatcher
 from kvd.ipc.listener import Listener, Peer
@@ -91,8 +92,9 @@ class Daemon:
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
         self.cold = self._cold_tier() if config.nvme.size_bytes else None
         self.directory = self._directory() if config.peer.directory else None
+        self.gpu = self._gpu_side() if config.gpu.size_bytes else None
         self.dispatcher = Dispatcher(
-            self.catalog, self.leases, config.limits, self.clock, self.cold
+            self.catalog, self.leases, config.limits, self.clock, self.cold, gpu=self.gpu
         )
         self.peers = self._peers() if config.peer.address and config.transfer.shared else None
         self.dispatcher.reach = self.peers.requests if self.peers else None
@@ -144,6 +146,10 @@ class Daemon:
             transfer=self.config.transfer,
             directory=self.directory,
         )
+
+    def _gpu_side(self) -> GpuSide:
+        knobs, size = self.config.gpu, self.slab_bytes
+        return GpuSide(self.catalog, knobs, self.tier, size, epoch=self.epoch, loop=self.loop)
 
     def _limits(self, slabs: int) -> dict[Resource, int]:
         limits = self.config.limits
@@ -290,12 +296,20 @@ class Daemon:
             finally:
                 self.listener.close()
         finally:
+            if self.gpu is not None:
+                self.gpu.close()  # it copies out of the host tier's memory
             self.tier.close()
             lock.release()
 
+    def _start_tiers(self) -> None:
+        """Begin to make slabs; returns at once."""
+        self.tier.start()
+        if self.gpu is not None:
+            self.gpu.start()
+
     async def _serve(self) -> None:
         opened = False
-        self.tier.start()
+        self._start_tiers()
         page = StatPage.create(stat_page_name(self.config.socket))
         try:
             self.loop.set_exception_handler(self._on_bug)
@@ -436,7 +450,8 @@ class Daemon:
         os._exit(EXIT_GAVE_UP)
 
     def _busy(self) -> bool:
-        return any(
+        falling = self.gpu.falling if self.gpu is not None else 0
+        return bool(falling) or any(
             self.leases.count(owner) or self.catalog.fillings.count(owner)
             for owner in self.sessions
         )

@@ -91,6 +91,7 @@ class Slot:
         column: Which of the chunk's objects.
         deadline_ns: Until when it may be published.
         lossy: Whether what comes into it went through a lossy form, or was computed from what did.
+        twin: Its place in GPU memory, see `kvd.twins`; None without.
     """
 
     __slots__ = (
@@ -106,6 +107,7 @@ class Slot:
         "slab",
         "state",
         "tenant",
+        "twin",
     )
 
     def __init__(
@@ -132,6 +134,7 @@ class Slot:
         self.column = 0
         self.deadline_ns = 0
         self.lossy = False
+        self.twin: Slot | None = None
 
     def step(self, event: SlotEvent) -> None:
         """Move on.

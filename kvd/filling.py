@@ -44,6 +44,12 @@ class Fillings:
         if not owned:
             del self._by_owner[slot.owner]
 
+    def adopt(self, slot: Slot, owner: OwnerId, deadline_ns: int) -> None:
+        """Give a slot another owner and deadline."""
+        self.forget(slot)
+        slot.owner, slot.deadline_ns = owner, deadline_ns
+        self.add(slot)
+
     def get(self, owner: OwnerId, generation: Generation) -> Slot | None:
         """Return the slot of this generation if it is the owner's."""
         return self._by_owner.get(owner, {}).get(generation)
@@ -65,7 +71,7 @@ class Fillings:
         while self._deadlines and self._deadlines[0][0] < now_ns:
             _, generation = heapq.heappop(self._deadlines)
             slot = self._slots.get(generation)
-            if slot is not None:
+            if slot is not None and slot.deadline_ns < now_ns:  # it may have got another
                 yield slot
 
     def check(self) -> None:

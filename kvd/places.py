@@ -17,12 +17,19 @@ PlaceRecord = tuple[int, int, int, int, int, int, int]
 
 
 def place_record(
-    index: int, group: int, slot: Slot | None, status: Status = Status.OK
+    index: int,
+    group: int,
+    slot: Slot | None,
+    status: Status = Status.OK,
+    *,
+    at: Slot | None = None,
 ) -> PlaceRecord:
-    """Describe a slot, or say by `status` why there is none."""
+    """Describe a slot, or say by `status` why there is none; `at` is its twin, told instead."""
     if slot is None:
         return (index, group, status, *NOWHERE)
-    return (index, group, status, slot.slab, slot.offset_bytes, slot.size_bytes, slot.generation)
+    where = at or slot
+    place = (where.slab, where.offset_bytes, slot.size_bytes)
+    return (index, group, status, *place, slot.generation)
 
 
 def places_of(layout: Layout, chunks: Iterable[Chunk], first: int, rank: int) -> list[PlaceRecord]:

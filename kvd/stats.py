@@ -39,6 +39,7 @@ def gather(daemon: Daemon) -> dict[str, Any]:
         "nvme": _nvme(daemon),
         "directory": daemon.directory.stats() if daemon.directory is not None else None,
         "peer": daemon.peers.stats() if daemon.peers is not None else None,
+        "gpu": daemon.gpu.stats() if daemon.gpu is not None else None,
         "counters": asdict(daemon.counters),
     }
 

@@ -152,7 +152,7 @@ def test_every_configuration_key_is_documented() -> None:
         f"[{table}] {key}" if table else key
         for table, keys in config._KNOWN.items()
         for key in keys
-        if table or key not in {"host", "nvme", "peer", "tenants", "limits"}
+        if table or key not in {"host", "nvme", "gpu", "peer", "tenants", "limits"}
     }
     said = {row[0]: row[1] for row in rows(part)}
     assert set(said) == true

@@ -63,6 +63,7 @@ PURE: Final = frozenset(
         "kvd.tables",
         "kvd.tiers.slab",
         "kvd.trees",
+        "kvd.twins",
         "kvd.types",
         "kvd_client.errors",
         "kvd_client.identity",
@@ -72,6 +73,8 @@ PURE: Final = frozenset(
         "kvd_client.vllm.plans",
         "kvd_client.vllm.saving",
         "kvd_client.wire",
+        "kvd_client.wire_gpu",
+        "kvd_client.wire_rules",
     }
 )
 DATA_MODULES: Final = frozenset(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvd_client import wire
+from kvd_client import wire, wire_gpu
 from kvd_client.errors import DaemonUnavailable, Refused
 from kvd_client.handles import Found, Lease, Reservation, Slot, Ticket
 from kvd_client.identity import HASH_BYTES, Layout, Namespace, chunk_hashes
 from kvd_client.link import Link, warn
 from kvd_client.wire import Status
+from kvd_client.wire_gpu import GPU_SLABS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -108,6 +109,27 @@ class Client:
         """Return the tickets that have ended since the last look, without waiting."""
         with self._link.lock:
             return self._link.take()
+
+    # ---------------------------------------------------------------- the GPU tier
+
+    def begin_use_gpu(self, uuid: bytes) -> Ticket[bool]:
+        """Say on which GPU this session copies: places in its memory may then be named to it.
+
+        For who can map them (`kvd_client.cuda`), anew in each session. The ticket tells whether
+        the daemon has a tier there.
+        """
+        return self._link.begin(
+            lambda r: wire_gpu.UseGpu(r, uuid),
+            lambda reply: reply.status == Status.OK,
+            miss=False,
+        )
+
+    def gpu_slab(self, slab: int) -> wire_gpu.GpuSlabReply | None:
+        """Ask how a slab of the GPU tier is mapped; None if it is not this tenant's, or gone."""
+        ticket = self._link.begin(
+            lambda r: wire_gpu.GpuSlab(r, slab), lambda reply: reply if reply.handle else None, None
+        )
+        return self.wait(ticket)
 
     # ---------------------------------------------------------------- what engines ask
 
@@ -277,12 +299,15 @@ class Client:
         assert connection is not None
         slots = []
         for place in wire.unpack_places(reply.objects):
-            buffer = None
-            if place.status == Status.OK:
+            buffer, on_gpu = None, None
+            if place.status == Status.OK and place.slab >= GPU_SLABS:
+                on_gpu = (place.slab, place.offset_bytes)
+            elif place.status == Status.OK:
                 end = place.offset_bytes + place.size_bytes
                 buffer = connection.slab(place.slab)[place.offset_bytes : end]
             status = Status(place.status)
-            slots.append(Slot(place.chunk + first, place.group, status, buffer, place.generation))
+            chunk = place.chunk + first
+            slots.append(Slot(chunk, place.group, status, buffer, place.generation, on_gpu))
         return Reservation(self, connection, tuple(slots))
 
     def _end_slots(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvd_client import wire
 from kvd_client.errors import Refused, RingError, WireError
 from kvd_client.ring import Consumer, Producer, memory_bytes
+from kvd_client.wire_gpu import GPU_SLABS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,7 +213,8 @@ class Connection:
 
     def slabs_of(self, objects: bytes) -> dict[int, memoryview]:
         """Return the slabs that OBJECT records name, mapping new ones; raises as `slab`."""
-        return {slab: self.slab(slab) for slab in wire.slabs_of(objects)}
+        named = wire.slabs_of(objects)
+        return {slab: self.slab(slab) for slab in named if slab < GPU_SLABS}
 
     def _map(self, slab: int) -> mmap.mmap:
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from kvd_client.errors import HandleClosed
 from kvd_client.wire import Place, Status, unpack_places
+from kvd_client.wire_gpu import GPU_SLABS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,12 +154,17 @@ class Lease:
         """Tell whether the object of (chunk, group) is among those held."""
         return (chunk, group) in self._places
 
+    def on_gpu(self, chunk: int, group: int = 0) -> tuple[int, int] | None:
+        """Return (slab, offset in bytes) of an object in the memory of the session's GPU, if so."""
+        place = self._places[chunk, group]
+        return (place.slab, place.offset_bytes) if place.slab >= GPU_SLABS else None
+
     def view(self, chunk: int, group: int = 0) -> memoryview:
         """Return the object's bytes in place, read-only, valid until `release`.
 
         Raises:
             HandleClosed: The lease was released.
-            KeyError: The lease does not hold that object (see `has`).
+            KeyError: The lease does not hold that object (see `has`), or not in host memory.
         """
         if not self._open:
             msg = "this lease has ended: acquire again"
@@ -216,7 +222,8 @@ class Slot(NamedTuple):
         group: Layer group.
         status: OK with a buffer; EXISTS, NO_SPACE, BUSY, ... without.
         buffer: Writable bytes of the object, yours until publish or abort.
-        generation: The slot's generation, 0 without a buffer.
+        generation: The slot's generation, 0 without a place.
+        on_gpu: (slab, offset in bytes) in the memory of the session's GPU, instead of a buffer.
     """
 
     chunk: int
@@ -224,6 +231,7 @@ class Slot(NamedTuple):
     status: Status
     buffer: memoryview | None
     generation: int
+    on_gpu: tuple[int, int] | None = None
 
 
 class Reservation:
@@ -236,11 +244,11 @@ class Reservation:
         self._client = client
         self.connection = connection
         self.slots = slots
-        self.open = {slot.generation: slot for slot in slots if slot.buffer is not None}
+        self.open = {slot.generation: slot for slot in slots if slot.generation}
 
     @property
     def placed(self) -> list[Slot]:
-        """The slots that have a buffer and are neither published nor given back."""
+        """The slots that have a place and are neither published nor given back."""
         return list(self.open.values())
 
     def hand_over(self, slots: list[Slot]) -> Reservation:

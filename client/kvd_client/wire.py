@@ -22,9 +22,11 @@ import msgpack
 
 from kvd_client.errors import WireError
 from kvd_client.identity import HASH_BYTES, TEXT_BYTES_MAX
+from kvd_client.wire_gpu import HANDLE_BYTES_MAX, UUID_BYTES, GpuSlab, GpuSlabReply, UseGpu
+from kvd_client.wire_rules import Rule, binary, exactly, integer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 PROTOCOL = 1
 BELL = b"\0"
@@ -284,7 +286,7 @@ class AcquireReply(NamedTuple):
 
 
 class StatusReply(NamedTuple):
-    """Ring, reply to Release and Prefill."""
+    """Ring, reply to Release, Prefill and UseGpu."""
 
     request: int
     status: int
@@ -324,42 +326,20 @@ _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
 
 
-class Rule(NamedTuple):
-    """What a field must be: a test, and the same in words."""
-
-    holds: Callable[[Any], bool]
-    words: str
-
-
-def _integer(high: int) -> Rule:
-    return Rule(lambda v: type(v) is int and 0 <= v <= high, f"a whole number from 0 to {high}")
-
-
-def _binary(unit: int, most: int) -> Rule:
-    return Rule(
-        lambda v: type(v) is bytes and len(v) % unit == 0 and len(v) <= unit * most,
-        f"bytes in units of {unit}, at most {most} of them",
-    )
-
-
-def _exactly(size: int) -> Rule:
-    return Rule(lambda v: type(v) is bytes and len(v) == size, f"exactly {size} bytes")
-
-
 _TEXT = Rule(
     lambda v: type(v) is str and v.isprintable() and len(v.encode()) <= TEXT_BYTES_MAX,
     f"printable text of at most {TEXT_BYTES_MAX} bytes",
 )
 _LONG_TEXT = Rule(lambda v: type(v) is str and len(v) <= 2048, "text of at most 2048 characters")  # noqa: PLR2004
 _LIST = Rule(lambda v: type(v) is list, "a list")
-_FLAG = _integer(1)
-_ID = _integer(_U64)
-_SMALL = _integer(_U32)
-_HASHES = _binary(HASH_BYTES, HASHES_MAX)
-_HASH = _exactly(HASH_BYTES)
-_TOKEN = _exactly(TOKEN_BYTES)
-_GENERATIONS = _binary(GENERATION.size, HASHES_MAX)
-_OBJECTS = _binary(OBJECT.size, HASHES_MAX)
+_FLAG = integer(1)
+_ID = integer(_U64)
+_SMALL = integer(_U32)
+_HASHES = binary(HASH_BYTES, HASHES_MAX)
+_HASH = exactly(HASH_BYTES)
+_TOKEN = exactly(TOKEN_BYTES)
+_GENERATIONS = binary(GENERATION.size, HASHES_MAX)
+_OBJECTS = binary(OBJECT.size, HASHES_MAX)
 
 Table = dict[int, tuple[type[Any], tuple[Rule, ...]]]
 
@@ -392,6 +372,8 @@ REQUESTS: Table = {
     7: (Publish, (_ID, _GENERATIONS)),
     8: (Abort, (_ID, _GENERATIONS)),
     9: (Prefill, (_ID, _SMALL, _SMALL)),
+    50: (UseGpu, (_ID, exactly(UUID_BYTES))),
+    51: (GpuSlab, (_ID, _SMALL)),
 }
 """Messages on the request ring, by opcode."""
 REPLIES: Table = {
@@ -400,7 +382,8 @@ REPLIES: Table = {
     3: (AcquireReply, (_ID, _SMALL, _ID, _TOKEN, _SMALL, _SMALL, _FLAG, _OBJECTS)),
     5: (StatusReply, (_ID, _SMALL)),
     6: (ReserveReply, (_ID, _OBJECTS)),
-    7: (ResultsReply, (_ID, _binary(1, HASHES_MAX))),
+    7: (ResultsReply, (_ID, binary(1, HASHES_MAX))),
+    51: (GpuSlabReply, (_ID, _ID, _ID, binary(1, HANDLE_BYTES_MAX))),
 }
 """Messages on the completion ring, by opcode."""
 

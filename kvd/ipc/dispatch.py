@@ -18,7 +18,7 @@ from kvd.places import places_of
 from kvd.prefix import warm_length
 from kvd.quota import Resource
 from kvd.types import Generation, LeaseId, OwnerId, Tenant
-from kvd_client import wire
+from kvd_client import wire, wire_gpu
 from kvd_client.errors import WireError
 from kvd_client.wire import Status
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.clock import Clock
     from kvd.config import Limits
     from kvd.entry import Chunk, Space
-    from kvd.ipc.seams import Reach, Riser
+    from kvd.ipc.seams import GpuSide, Reach, Riser
     from kvd.ipc.waiting import Later
     from kvd.lease import LeaseBook
     from kvd.metrics import Counters
@@ -50,7 +50,7 @@ class Caller:
         rank: Whose shards it reads and writes.
     """
 
-    __slots__ = ("gone", "last_asked", "owner", "rank", "space", "tenant")
+    __slots__ = ("gone", "last_asked", "on_gpu", "owner", "rank", "space", "tenant")
 
     def __init__(self, owner: OwnerId, tenant: Tenant, space: Space, rank: int) -> None:
         """Keep the four."""
@@ -59,6 +59,7 @@ class Caller:
         self.space = space
         self.rank = rank
         self.gone = False
+        self.on_gpu = False
         self.last_asked = b""
 
     def asks(self, hashes: list[bytes]) -> bool:
@@ -77,8 +78,11 @@ class Dispatcher:
         limits: Limits,
         clock: Clock,
         riser: Riser | None = None,
+        *,
+        gpu: GpuSide | None = None,
     ) -> None:
         """Share the loop's state; own the acquires that wait."""
+        self._gpu = gpu
         self._riser = riser
         self.reach: Reach | None = None
         self._waiting: dict[OwnerId, set[Waiting]] = {}
@@ -98,6 +102,8 @@ class Dispatcher:
             wire.Publish: self._publish,
             wire.Abort: self._abort,
             wire.Prefill: self._prefill,
+            wire_gpu.UseGpu: self._use_gpu,
+            wire_gpu.GpuSlab: self._gpu_slab,
         }
 
     def answer(self, caller: Caller, body: bytes, later: Later) -> bytes | None:
@@ -356,6 +362,8 @@ class Dispatcher:
         places = []
         if reading:
             places = places_of(caller.space.layout, chunks, first, caller.rank)
+            if caller.on_gpu and self._gpu is not None:
+                places = self._gpu.places(chunks, first, caller.rank, places)
         self._counters.acquires += 1
         self._counters.chunks_acquired += len(chunks)
         self._counters.bytes_acquired += sum(place[5] for place in places)
@@ -416,6 +424,8 @@ class Dispatcher:
             deadline_ns=self._clock.now_ns() + deadline_ms * _MS,
             lossy=bool(ask.lossy),
         )
+        if caller.on_gpu and self._gpu is not None:
+            places = self._gpu.reserved(caller.owner, places)
         maybe_fault("reserve.after")
         if self._catalog.eviction.pressed and self._riser is not None:
             self._riser.wake()
@@ -424,7 +434,8 @@ class Dispatcher:
     def _publish(self, caller: Caller, ask: wire.Publish) -> wire.ResultsReply:
         maybe_fault("publish.before")
         generations = [Generation(g) for g in wire.unpack_generations(ask.generations)]
-        results = self._catalog.publish_all(caller.owner, generations, self._clock.now_ns())
+        publish = self._catalog.publish_all if self._gpu is None else self._gpu.publish
+        results = publish(caller.owner, generations, self._clock.now_ns())
         maybe_fault("publish.after")
         return wire.ResultsReply(ask.request, bytes(results))
 
@@ -432,6 +443,16 @@ class Dispatcher:
         generations = wire.unpack_generations(ask.generations)
         results = [self._catalog.abort(caller.owner, Generation(g)) for g in generations]
         return wire.ResultsReply(ask.request, bytes(results))
+
+    def _use_gpu(self, caller: Caller, ask: wire_gpu.UseGpu) -> wire.StatusReply:
+        status = Status.MISS if self._gpu is None else self._gpu.use(ask.uuid)
+        caller.on_gpu = status is Status.OK
+        return wire.StatusReply(ask.request, status)
+
+    def _gpu_slab(self, caller: Caller, ask: wire_gpu.GpuSlab) -> wire_gpu.GpuSlabReply:
+        if self._gpu is None:
+            return wire_gpu.GpuSlabReply(ask.request, 0, 0, b"")
+        return self._gpu.slab(ask.request, caller.tenant, ask.slab)
 
     # ---------------------------------------------------------------- time and death
 

@@ -1,4 +1,4 @@
-"""What the dispatcher knows of the rest of the daemon: the tier below, and other hosts."""
+"""What the dispatcher knows of the rest of the daemon: the tiers around, and other hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
     from kvd.cost import Rates
     from kvd.entry import Chunk, Space
-    from kvd.types import Tenant
+    from kvd.places import PlaceRecord
+    from kvd.types import Generation, OwnerId, Tenant
+    from kvd_client import wire_gpu
+    from kvd_client.wire import Status
 
 
 class Riser(Protocol):
@@ -64,4 +67,32 @@ class Reach(Protocol):
 
     def rates(self) -> tuple[float, float, float]:
         """Return bytes a second, latency in seconds and queued bytes."""
+        ...
+
+
+class GpuSide(Protocol):
+    """What the tier in GPU memory changes about requests."""
+
+    def use(self, uuid: bytes) -> Status:
+        """Tell whether there is a tier on this GPU."""
+        ...
+
+    def slab(self, request: int, tenant: Tenant, slab: int) -> wire_gpu.GpuSlabReply:
+        """Say how a slab of the tenant's is mapped."""
+        ...
+
+    def reserved(self, owner: OwnerId, places: list[PlaceRecord]) -> list[PlaceRecord]:
+        """Give places in GPU memory instead, as far as there is room."""
+        ...
+
+    def places(
+        self, chunks: Sequence[Chunk], first: int, rank: int, places: list[PlaceRecord]
+    ) -> list[PlaceRecord]:
+        """Tell of GPU memory instead, where pinned chunks are there."""
+        ...
+
+    def publish(
+        self, owner: OwnerId, generations: Sequence[Generation], now_ns: int
+    ) -> list[Status]:
+        """Publish slots, with or without a place in GPU memory."""
         ...

@@ -18,7 +18,7 @@ from kvd.entry import ALIGN_BYTES, Slot, SlotEvent, SlotState, stride_of
 from kvd.types import Generation, SlabId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvd.types import OwnerId, Tenant
 
@@ -76,6 +76,8 @@ class SlabPool:
         self._used = dict.fromkeys(shares, 0)
         self._strides: dict[Tenant, dict[int, int]] = {tenant: {} for tenant in shares}
         self._generation = 0
+        self.on_free: Callable[[Slot], None] = _nothing
+        """Hears of a slot with a twin that has become free."""
 
     def add_blank(self, slab: SlabId) -> None:
         """Take in a slab whose memory is ready and zero."""
@@ -123,6 +125,12 @@ class SlabPool:
         self._used[tenant] += size_bytes
         return slot
 
+    def has_room(self, tenant: Tenant, size_bytes: int) -> bool:
+        """Tell whether `take` would find a place."""
+        blank = bool(self._blank) and self._held[tenant] < self.shares[tenant]
+        opened = self._open.get((tenant, stride_of(size_bytes)))
+        return bool(opened or self._empty[tenant] or blank)
+
     def _cut(self, tenant: Tenant, stride: int) -> Slab | None:
         """Find an empty or blank slab and cut it."""
         if stride > self.slab_bytes:
@@ -143,6 +151,8 @@ class SlabPool:
     def give_back(self, slot: Slot) -> None:
         """Make the place of a slot that has become free available again."""
         assert slot.state is SlotState.FREE
+        if slot.twin is not None:
+            self.on_free(slot)
         slab = self._slabs[slot.slab]
         assert slab.slots.pop(slot.index) is slot  # S2
         slab.free.append(slot.index)
@@ -207,3 +217,7 @@ class SlabPool:
             cut = [slab.stride_bytes for slab in slabs if slab.slots]
             assert {s: cut.count(s) for s in cut} == self._strides[tenant], "S2"
         assert all(held[tenant] <= self.shares[tenant] for tenant in held), "S4"
+
+
+def _nothing(slot: Slot) -> None:
+    """Stand in where there is no tier above."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd_client import wire
+from kvd_client import wire, wire_gpu
 from kvd_client.errors import WireError
 from kvd_client.identity import Group, Layout
 
@@ -87,6 +87,13 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
     ),
     ("REQUESTS", wire.Abort(8, wire.pack_generations([1])), "930808c4080100000000000000"),
     ("REQUESTS", wire.Prefill(4, 2048, 1000), "940904cd0800cd03e8"),
+    ("REQUESTS", wire_gpu.UseGpu(3, b"\x77" * 16), "933203c410" + "77" * 16),
+    ("REQUESTS", wire_gpu.GpuSlab(4, 1 << 31), "933304ce80000000"),
+    (
+        "REPLIES",
+        wire_gpu.GpuSlabReply(4, 9, 1 << 28, b"\x88" * 64),
+        "95330409ce10000000c440" + "88" * 64,
+    ),
     ("REPLIES", wire.Pong(1), "920101"),
     ("REPLIES", wire.LookupReply(5, 12, 7), "9402050c07"),
     (
@@ -128,6 +135,7 @@ ILLEGAL: Final[dict[str, list[Any]]] = {
     "u32": [*NOT_INTEGERS, 2**32],
     "u64": NOT_INTEGERS,  # 2**64 has no encoding in msgpack
     "hash": [*NOT_BYTES, b"", b"\0" * 31, b"\0" * 33, b"\0" * 64],
+    "handle": [*NOT_BYTES, b"\0" * 65],
     "token": [*NOT_BYTES, b"", b"\0" * 15, b"\0" * 17],
     "hashes": [*NOT_BYTES, b"\0", b"\0" * 33, b"\0" * 32 * (wire.HASHES_MAX + 1)],
     "generations": [*NOT_BYTES, b"\0", b"\0" * 9, b"\0" * 8 * (wire.HASHES_MAX + 1)],
@@ -160,6 +168,9 @@ KINDS: Final[dict[str, str]] = {
     "Publish": "u64 generations",
     "Abort": "u64 generations",
     "Prefill": "u64 u32 u32",
+    "UseGpu": "u64 token",
+    "GpuSlab": "u64 u32",
+    "GpuSlabReply": "u64 u64 u64 handle",
     "Pong": "u64",
     "LookupReply": "u64 u32 u32",
     "AcquireReply": "u64 u32 u64 token u32 u32 u1 objects",
@@ -172,6 +183,7 @@ LONGEST: Final[dict[str, Any]] = {
     "u32": 2**32 - 1,
     "u64": 2**64 - 1,
     "hash": b"\xff" * 32,
+    "handle": b"\xff" * 64,
     "token": b"\xff" * 16,
     "hashes": b"\xff" * 32 * wire.HASHES_MAX,
     "generations": b"\xff" * 8 * wire.HASHES_MAX,
@@ -424,6 +436,7 @@ WORDS: Final = {
     "u32": st.integers(0, 2**32 - 1),
     "u64": st.integers(0, 2**64 - 1),
     "hash": st.binary(min_size=32, max_size=32),
+    "handle": st.binary(max_size=64),
     "token": st.binary(min_size=16, max_size=16),
     "hashes": st.lists(st.binary(min_size=32, max_size=32), max_size=3).map(b"".join),
     "generations": st.lists(st.integers(0, 2**64 - 1), max_size=3).map(wire.pack_generations),

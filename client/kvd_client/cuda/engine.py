@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.forms import form_of
+from kvd_client.cuda.imports import Imports
 from kvd_client.cuda.kernels import EXPONENTS
 from kvd_client.cuda.mover import STAGE_BYTES_DEFAULT, Mover
 from kvd_client.cuda.registrar import Registrar
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvd_client.client import Client
     from kvd_client.cuda.device import Device
     from kvd_client.cuda.pages import DevicePages
-    from kvd_client.handles import Lease, Reservation
+    from kvd_client.handles import Lease, Reservation, Slot
     from kvd_client.identity import Layout
 
 
@@ -82,8 +83,11 @@ class DeviceKV:
         self._client, self._group, self._pages = client, group, pages
         self._device = device
         self._header = self._form.header()
-        self.mover = Mover(device, pages, stage_bytes=stage_bytes)
+        self.mover = Mover(device, pages, stage_bytes=stage_bytes, header=self._header)
         self.registrar = Registrar(device)
+        self.imports = Imports(client, device)
+        self._told_epoch = 0
+        self._use_gpu()
         if threads:
             self.mover.start()
             self.registrar.start()
@@ -105,20 +109,36 @@ class DeviceKV:
         self._pages.check(blocks)
         own = lease.hand_over()
         held = [c for c in range(own.first, own.chunks) if own.has(c, self._group)]
-        views = [own.view(chunk, self._group) for chunk in held]
-        sound = all(self._sound(view) for view in views)
+        pieces = [self._readable(own, chunk) for chunk in held]
+        sound = [piece for piece in pieces if piece is not None]
         chosen = [b for c in held for b in _part(blocks, c - own.first, pages)]
 
         def finish(state: State) -> None:
             if state is not State.LOST:  # lost: something may still read the slots
                 own.release()
 
-        if not sound or not held:
+        if not held or len(sound) < len(pieces):
             own.release()
-            pieces: list[Piece] = []
             return self._refused("scatter")
-        pieces = [Piece(self._address(view), keep=own) for view in views]
-        return self._begin("scatter", pieces, chosen, finish, by_layer=by_layer)
+        return self._begin("scatter", sound, chosen, finish, by_layer=by_layer)
+
+    def _readable(self, lease: Lease, chunk: int) -> Piece | None:
+        """Find an object's slot; None if it does not begin as it must, or cannot be mapped."""
+        on_gpu = lease.on_gpu(chunk, self._group)
+        if on_gpu is not None:
+            return self._mapped(on_gpu, lease)
+        view = lease.view(chunk, self._group)
+        if not self._sound(view):
+            return None
+        return Piece(self._address(view), keep=lease)
+
+    def _mapped(self, on_gpu: tuple[int, int], holder: Lease | Reservation) -> Piece | None:
+        """Find a place of the GPU tier in this process."""
+        connection = holder.connection
+        assert connection is not None
+        epoch, size = connection.welcome.epoch, self._form.object_bytes
+        address = self.imports.address(*on_gpu, size, epoch)
+        return None if address is None else Piece(address, on_device=True, keep=holder)
 
     def store(self, reservation: Reservation, blocks: Sequence[int], first: int = 0) -> Transfer:
         """Begin to store pages into a reservation's open slots of this group.
@@ -151,12 +171,27 @@ class DeviceKV:
 
         if not slots:
             return self._refused("gather")
-        pieces = []
-        for slot in slots:
-            assert slot.buffer is not None
-            slot.buffer[: len(self._header)] = self._header
-            pieces.append(Piece(self._address(slot.buffer), keep=own))
+        found = [self._writable(own, slot) for slot in slots]
+        pieces = [piece for piece in found if piece is not None]
+        if len(pieces) < len(found):
+            self._client.abort(own)
+            return self._refused("gather")
         return self._begin("gather", pieces, chosen, finish)
+
+    def _writable(self, reservation: Reservation, slot: Slot) -> Piece | None:
+        """Find a slot to fill; None if it cannot be mapped."""
+        if slot.on_gpu is not None:
+            return self._mapped(slot.on_gpu, reservation)
+        assert slot.buffer is not None
+        slot.buffer[: len(self._header)] = self._header
+        return Piece(self._address(slot.buffer), keep=reservation)
+
+    def _use_gpu(self) -> None:
+        """Tell each new session which GPU this is."""
+        epoch = self._client.epoch
+        if epoch != self._told_epoch:
+            self._told_epoch = epoch
+            self._client.begin_use_gpu(self._device.uuid)
 
     def _address(self, view: memoryview) -> int:
         return self.registrar.address(view, self._client.epoch)
@@ -170,6 +205,7 @@ class DeviceKV:
         *,
         by_layer: bool = False,
     ) -> Transfer:
+        self._use_gpu()
         after, broken = 0, False
         try:
             after = self.mover.record_after()
@@ -220,7 +256,12 @@ class DeviceKV:
 
     def idle(self) -> None:
         """Let go of what belongs to a daemon that is gone; no transfer may be under way."""
+        self._use_gpu()
         self.registrar.retire(self._client.epoch)
+        try:
+            self.imports.retire(self._client.epoch)
+        except DeviceError:
+            return  # it is mapped until the process ends
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End, before the client is closed; False if a copy is still under way.
@@ -230,6 +271,7 @@ class DeviceKV:
         ended = self.mover.close(timeout_s)
         if ended:
             self.registrar.close()
+            self.imports.close()
         return ended
 
 

@@ -83,6 +83,7 @@ class Mover:
         *,
         stage_bytes: int = STAGE_BYTES_DEFAULT,
         copy_bytes: int = COPY_BYTES_MIN,
+        header: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take GPU memory for stages and tables; `start` begins the thread.
@@ -92,6 +93,7 @@ class Mover:
             pages: The engine's memory on it.
             stage_bytes: For all stages together.
             copy_bytes: Loads by layer move as many layers at once as make copies of this size.
+            header: What slots of the GPU tier begin with.
             clock: Seconds, for the bound on a transfer.
 
         Raises:
@@ -104,8 +106,9 @@ class Mover:
         self._clock = clock
         self._copy_bytes = copy_bytes
         self._grid_max = device.multiprocessors * _BLOCKS_A_MULTIPROCESSOR
-        tables = 16 * pages.planes
-        self._fixed = -(-tables // 4096) * 4096
+        self._header = header
+        self._header_at = 16 * pages.planes
+        self._fixed = -(-(self._header_at + len(header)) // 4096) * 4096
         size = self._fixed + SLOTS * TABLE_BYTES
         self._memory = device.alloc(2 * _STREAMS * self.stage_bytes + size)
         stages = self._memory
@@ -129,6 +132,7 @@ class Mover:
         """Put the planes' addresses and strides where the kernels read them."""
         words = [*self.pages.starts, *self.pages.strides]
         self._put(self._pinned, ctypes.c_uint64, words)
+        ctypes.memmove(self._pinned + self._header_at, self._header, len(self._header))
         first, *others = [stream for lane in self._lanes.values() for stream in lane.streams]
         ready = self._event()
         self.device.copy_in(self._tables, self._pinned, 8 * len(words), first)
@@ -318,6 +322,9 @@ class Mover:
         if load and transfer.after and stream not in behind:
             behind.add(stream)
             self.device.wait(stream, transfer.after)  # M2
+        if direct and not load and not step.plane and self._header:
+            slot, header = transfer.pieces[step.first].address, self._pinned + self._header_at
+            self.device.copy_in(slot, header, len(self._header), stream)
         self.device.launch(self._call(running, step, stage), stream)
         moved = self._record(running, stream)
         if not load and not direct:
