@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Transport = Literal["tcp", "rdma"]
 State = Literal["going", "done", "lost"]
 WHEELS: Final = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
-PROGRESS_US: Final = 1000
-"""The progress thread's sleep; 0, the library's own choice, is a busy loop."""
+PROGRESS_US: Final = 10_000
+"""The longest sleep of the progress thread, which events wake; 0, the library's own, spins."""
 COMMON: Final = {
     "UCX_KEEPALIVE_INTERVAL": "3s",
     "UCX_KEEPALIVE_NUM_EPS": "4096",
