@@ -109,6 +109,8 @@ class Daemon:
         self._stop = asyncio.Event()
         self.ages = Ages(self.started_ns)
         self.desk = Desk(self.catalog, self.ages, self.clock, stop=self._stop.set)
+        if self.directory is not None:
+            self.desk.holders = self.directory.holders
         self.admins = AdminDoor(self, config.limits.greeting_s)
         self._group: asyncio.TaskGroup | None = None
         self._memory_changed = asyncio.Event()

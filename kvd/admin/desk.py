@@ -17,13 +17,15 @@ from kvd_client import wire
 from kvd_client.errors import KvdError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from kvd.ages import Ages
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.entry import Chunk, Space
     from kvd.types import Tenant
+
+    Holders = Callable[[Sequence[Chunk]], Awaitable[list[tuple[str, ...]] | None]]
 
 _LOG = log.get("admin")
 
@@ -34,7 +36,7 @@ SPACES_A_PAGE: Final = 24
 CHUNKS_A_PAGE: Final = 64
 LOOKS_A_PAGE: Final = 16 * SLICE
 """Chunks looked at for one page, found or not: then the page goes out as it is."""
-HOST, NVME = 1, 2
+HOST, NVME, PEER = 1, 2, 4
 """Bits of a mask of tiers."""
 
 
@@ -102,6 +104,8 @@ class Desk:
         self._ages = ages
         self._clock = clock
         self._stop = stop
+        self.holders: Holders | None = None
+        """Asks the directory of other hosts who holds chunks; None for no answer."""
         self._handlers: dict[type[Any], Callable[[Visitor, Any], Awaitable[Answer]]] = {
             wire.ListSpaces: self._list_spaces,
             wire.ListChunks: self._list_chunks,
@@ -165,19 +169,33 @@ class Desk:
         if not ask.after or visitor.listed != ask.space:
             visitor.chunks, visitor.listed = list(space.chunks.values()), ask.space
         rows: list[list[object]] = []
+        found: list[Chunk] = []
         at = ask.after
         for chunk in visitor.chunks[at : at + LOOKS_A_PAGE]:
             at += 1
             if chunk.space.chunks.get(chunk.hash) is chunk and tiers(chunk) & ask.tiers:
                 rows.append(self._chunk_row(chunk))
+                found.append(chunk)
                 if len(rows) == CHUNKS_A_PAGE:
                     break
             if not at % SLICE:
                 await asyncio.sleep(0)
-        if at < len(visitor.chunks):
-            return Answer(at, rows)
-        visitor.chunks, visitor.listed = [], None
-        return Answer(0, rows)
+        more = at if at < len(visitor.chunks) else 0
+        if not more:
+            visitor.chunks, visitor.listed = [], None
+        if ask.tiers & PEER:
+            for row, hosts in zip(rows, await self._holders(found), strict=True):
+                row.append(hosts)
+        return Answer(more, rows)
+
+    async def _holders(self, chunks: list[Chunk]) -> list[str]:
+        """Return who is said to hold each chunk, as text; raises Denied."""
+        if self.holders is None:
+            raise Denied("there is no directory of other hosts: set [peer] directory")
+        found = await self.holders(chunks)
+        if found is None:
+            raise Denied("the directory does not answer; `kvd stat` says why")
+        return [" ".join(hosts) for hosts in found]
 
     def _chunk_row(self, chunk: Chunk) -> list[object]:
         state = "filling" if chunk.filling else "moving" if chunk.moves else ""

@@ -18,6 +18,7 @@ examples:
   kvd ls                                  every namespace, what it has in each tier, its last use
   kvd ls llama-3-8b@main                  the chunks of one, by label or by id
   kvd ls 3fa9c1 --tier nvme --limit 1000
+  kvd ls --where 9c2e41                   which hosts hold a chunk, by the beginning of its hash
   kvd ls --json | jq '.spaces[] | select(.sessions == 0)'
 
 A namespace is one model, revision, adapter, dtype and salt of one tenant, with one layout. Root and
@@ -31,6 +32,9 @@ exit codes:
 TIERS: Final = {"any": 3, "host": 1, "nvme": 2}
 LIMIT: Final = 50
 _HASH_CHARS: Final = 12
+_HASH_CHARS_MIN: Final = 4
+_HOSTS: Final = 4
+"""In the mask of tiers: say which hosts hold each."""
 _LIMIT_MAX: Final = 10**9
 
 
@@ -46,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=LIMIT,
         help=f"most chunks to list (default: {LIMIT}); 0 for all",
+    )
+    parser.add_argument(
+        "--where", metavar="HASH", help="which hosts hold this chunk, as the directory knows"
     )
     add_socket(parser)
     add_json(parser)
@@ -65,6 +72,10 @@ def run(options: argparse.Namespace) -> int:
 
     with connected(options) as admin:
         known = names.spaces(admin)
+        if options.where is not None:
+            chosen = [names.find_one(known, options.space)] if options.space else known
+            _show_where(admin, chosen, options.where.lower(), as_json=options.json)
+            return 0
         if options.space is None:
             _show_spaces(known, as_json=options.json)
             return 0
@@ -113,13 +124,51 @@ def _chunks(admin: Admin, space: SpaceRow, tiers: int, most: int) -> list[dict[s
 
 def _plain(row: list[Any]) -> dict[str, Any]:
     names = ("chunk", "parent", "tiers", "host_bytes", "nvme_bytes", "lossy", "pins")
-    chunk: dict[str, Any] = dict(zip((*names, "state", "age_s"), row, strict=True))
+    chunk: dict[str, Any] = dict(zip((*names, "state", "age_s", "hosts"), row, strict=False))
     chunk["chunk"], chunk["parent"] = chunk["chunk"].hex(), chunk["parent"].hex()
     chunk["lossy"] = bool(chunk["lossy"])
     chunk["tiers"] = [
         name for name, bit in TIERS.items() if bit & chunk["tiers"] == bit != TIERS["any"]
     ]
     return chunk
+
+
+def _held_by(admin: Admin, space: SpaceRow, text: str) -> Iterator[dict[str, Any]]:
+    """Yield the first chunk of a namespace whose hash begins so, with who holds it."""
+    from kvd_client import wire
+
+    chunks = _chunks(admin, space, TIERS["any"], _LIMIT_MAX)
+    after = next((i for i, c in enumerate(chunks) if c["chunk"].startswith(text)), None)
+    while after is not None:  # at its page or a little later: nodes without bytes are not listed
+        after, rows = admin.ask(wire.ListChunks, space.space, TIERS["any"] | _HOSTS, after)
+        for chunk in map(_plain, rows):
+            if chunk["chunk"].startswith(text):
+                yield {"space": space.id, **chunk, "hosts": chunk["hosts"].split()}
+                return
+        after = after or None
+
+
+def _show_where(admin: Admin, known: list[SpaceRow], text: str, *, as_json: bool) -> None:
+    """Show who holds the chunks here whose hash begins so; raises KvdError when there is none."""
+    from kvd.tables import aligned, clean
+    from kvd_client.errors import KvdError
+
+    if len(text) < _HASH_CHARS_MIN or text.strip("0123456789abcdef"):
+        msg = f"--where {text!r}: write at least {_HASH_CHARS_MIN} characters of a hash"
+        raise KvdError(msg)
+    found = [each for space in known for each in _held_by(admin, space, text)]
+    if not found:
+        msg = f"no chunk here begins with {text!r}: ask on a host that holds it"
+        raise KvdError(msg)
+    if as_json:
+        dump({"chunks": found})
+        return
+    rows = [
+        [each["space"], each["chunk"][:_HASH_CHARS], "+".join(each["tiers"]), clean(hosts)]
+        for each in found
+        for hosts in [", ".join(each["hosts"]) or "nobody: not told yet"]
+    ]
+    say(aligned([["NAMESPACE", "CHUNK", "HERE", "HOSTS"], *rows]))
 
 
 def _show_chunks(

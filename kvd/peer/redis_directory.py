@@ -233,20 +233,21 @@ class RedisDirectory:
         key = entry_key(realm, hashes[_head(index)], hashes[index])
         self._wrong.put((key, holder.number))
 
-    async def holders(self, chunk: Chunk) -> list[tuple[str, str]] | None:
-        """Return who is said to hold a chunk, for people: host and failure domain, this one too.
+    async def holders(self, chunks: Sequence[Chunk]) -> list[tuple[str, ...]] | None:
+        """Return which hosts are said to hold each chunk, this one too, for people.
 
-        Up to four of them, picked by the directory; None when it cannot be asked.
+        Up to four a chunk, picked by the directory; None when it cannot be asked.
         """
         try:
             async with asyncio.timeout(LEAVE_S):
-                (numbers,) = await self._calls.ask([self._entry(chunk)])
-        except (Unreachable, TimeoutError) as error:
-            self._failed(error if isinstance(error, Unreachable) else Unreachable("slow"))
+                found = await self._calls.ask([self._entry(chunk) for chunk in chunks])
+        except (Unreachable, TimeoutError):
             return None
         known = {self.me.number: self.me, **self.members.by_number}
-        found = [known[number] for number in numbers or () if number in known]
-        return sorted((one.host, one.domain) for one in found)
+        return [
+            tuple(sorted(known[number].host for number in numbers or () if number in known))
+            for numbers in found
+        ]
 
     def _realm(self, space: Space) -> bytes:
         realm = self._realms.get(space)

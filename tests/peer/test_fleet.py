@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -110,6 +111,25 @@ def test_a_prefix_stored_on_one_host_loads_on_another(
     known(c, hashes, CHUNKS)
     assert load(c, hashes) == CHUNKS
     assert fetched(fleet.hosts["c"], "b") >= CHUNKS
+
+
+def test_ls_says_who_holds_a_chunk(fleet: Fleet, client: Connect, seed: int) -> None:
+    """`kvd ls --where` names both hosts that have a chunk, and says so of an unknown one."""
+    a, b = client(fleet.hosts["a"]), client(fleet.hosts["b"])
+    hashes = prefix(a, seed)
+    store(a, hashes)
+    known(b, hashes, CHUNKS)
+    assert load(b, hashes) == CHUNKS
+
+    def where(text: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvd", "ls", "--where", text]
+        command += ["--socket", fleet.hosts["b"].socket]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    text = hashes[3].hex()[:12]
+    wait_for(lambda: "a, b" in where(text).stdout, "both are named", 20)
+    assert where(text).returncode == 0
+    assert "ask on a host that holds it" in where("0123456789abcdef").stderr
 
 
 def test_a_longer_prefix_of_two_hosts(fleet: Fleet, client: Connect, seed: int) -> None:
