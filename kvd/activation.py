@@ -41,3 +41,14 @@ def take() -> list[Inherited]:
         name = names[index] if index < len(names) and names[index] else "unknown"
         found.append(Inherited(name, fd))
     return found
+
+
+def take_socket(name: str) -> int | None:
+    """Return the listening socket of a name, or the only one without; others are closed."""
+    fds = {item.name: item.fd for item in take()}
+    wanted = fds.pop(name, None)
+    if wanted is None:
+        wanted = fds.pop("unknown", None)
+    for fd in fds.values():
+        os.close(fd)
+    return wanted

@@ -214,7 +214,7 @@ class ColdTier:
         """Write one chunk down; whatever fails, it stays as it was (K4). False: try again later."""
         mask = sum(1 << slot.column for slot in slots)
         form = self.forms.of(chunk.space)
-        cold, old, kept = None, chunk.cold, chunk.cold_mask & ~mask
+        start, cold, old, kept = self._now_ns(), None, chunk.cold, chunk.cold_mask & ~mask
         try:
             maybe_fault("demote.before_encode")
             rates = DiskRates(self.store.reading.rate, self.store.writing.rate)
@@ -232,7 +232,8 @@ class ColdTier:
             cold = (ref, mask | kept, lossy)
             self._full_since_ns = 0
             self._admission.entered(ref.region, self._now_ns())
-            self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes)
+            took_s = (self._now_ns() - start) / 1e9
+            self._catalog.counters.count_demotion(chunk.size_bytes, ref.length_bytes, took_s)
         except ValueError as error:  # larger than a region, whatever its objects became
             self._catalog.counters.chunks_not_admitted += 1
             _LOG.limited("demotion refused", why=str(error))
@@ -295,16 +296,16 @@ class ColdTier:
         return Rates(0.0, self.store.reading.rate, latency_s, self.queued_bytes)
 
     async def _promote(self, chunk: Chunk, slots: list[Slot], queued_bytes: int) -> None:
-        read, ref = False, None
-        loop = asyncio.get_running_loop()
+        read, ref, took_s = False, None, 0.0
         try:
             async with self._turn:
                 if self._promotions[chunk] and chunk.cold is not None:
-                    start, ref = loop.time(), Ref(*chunk.cold)  # it may have moved meanwhile
+                    start, ref = self._now_ns(), Ref(*chunk.cold)  # it may have moved meanwhile
                     maybe_fault("promote.before_read")
                     await self._read(chunk, slots, ref)
                     maybe_fault("promote.after_read")
-                    self.read_rate.observe(ref.length_bytes, loop.time() - start)
+                    took_s = (self._now_ns() - start) / 1e9
+                    self.read_rate.observe(ref.length_bytes, took_s)
                     read = True
         except (Corrupt, codec.CorruptFrame, codec.CodecMissing) as error:
             self._catalog.counters.promotions_failed += 1
@@ -322,7 +323,7 @@ class ColdTier:
             self._catalog.end_promotion(chunk, slots, read=read)
             maybe_fault("promote.after_end")
             if read:
-                self._catalog.counters.count_promotion(chunk.size_bytes, queued_bytes)
+                self._catalog.counters.count_promotion(chunk.size_bytes, queued_bytes, took_s)
             for done in waiters:
                 done(read)
 

@@ -11,7 +11,15 @@ import pwd
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from kvd import config_gpu, config_nvme, config_peer, config_transfer, memory_limit
+from kvd import (
+    config_events,
+    config_gpu,
+    config_http,
+    config_nvme,
+    config_peer,
+    config_transfer,
+    memory_limit,
+)
 from kvd.config_peer import PeerKnobs
 from kvd.config_source import Source, Table, shown
 from kvd.config_transfer import TransferKnobs
@@ -21,7 +29,9 @@ from kvd.sizes import GIB, MIB, about, format_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from kvd.config_events import EventsKnobs
     from kvd.config_gpu import GpuKnobs
+    from kvd.config_http import HttpKnobs
     from kvd.config_nvme import NvmeKnobs
 
 SYSTEM_FILE = "/etc/kvd/kvd.toml"
@@ -135,7 +145,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that a daemon is told at its start."""
+    """Everything that a daemon is told at its start.
+
+    Attributes:
+        socket: Where clients connect.
+        state_dir: Where the daemon keeps its own files; one daemon each.
+        host: The host tier.
+        nvme: The tier below it.
+        tenants: Who may connect, and shares what.
+        limits: Bounds on what clients may hold.
+        http: Metrics and the status page.
+        events: KV events for routers.
+        socket_mode: Who may connect, as far as the file system goes.
+    """
 
     socket: str
     state_dir: str
@@ -144,16 +166,32 @@ class Config:
     gpu: GpuKnobs
     tenants: tuple[TenantConfig, ...]
     limits: Limits
+    http: HttpKnobs
+    events: EventsKnobs
     socket_mode: int = 0o660
     peer: PeerKnobs = field(default_factory=PeerKnobs)
     transfer: TransferKnobs = field(default_factory=TransferKnobs)
 
 
 _KNOWN = {
-    "": ("socket", "socket_mode", "state_dir", "host", "nvme", "gpu", "peer", "tenants", "limits"),
+    "": (
+        "socket",
+        "socket_mode",
+        "state_dir",
+        "host",
+        "nvme",
+        "gpu",
+        "peer",
+        "http",
+        "events",
+        "tenants",
+        "limits",
+    ),
     "nvme": config_nvme.KEYS,
     "gpu": config_gpu.KEYS,
     "peer": (*config_peer.KEYS, *config_transfer.KEYS),
+    "http": config_http.KEYS,
+    "events": config_events.KEYS,
     "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy"),
     "limits": tuple(field.name for field in fields(Limits)),
     "tenants.NAME": ("uids", "host_share"),
@@ -203,6 +241,8 @@ def load(path: str | None, overrides: Mapping[str, object]) -> Config:
         gpu=config_gpu.read(source.table(("gpu",), _KNOWN)),
         tenants=tenants,
         limits=_limits(source.table(("limits",), _KNOWN)),
+        http=config_http.read(source.table(("http",), _KNOWN)),
+        events=config_events.read(source.table(("events",), _KNOWN)),
     )
 
 
@@ -392,6 +432,8 @@ def dump(config: Config) -> str:
     lines += ["", *config_peer.dump(config.peer)]
     lines += config_transfer.dump(config.transfer)
     lines += ["", *config_gpu.dump(config.gpu)]
+    lines += ["", *config_http.dump(config.http)]
+    lines += ["", *config_events.dump(config.events)]
     for tenant in config.tenants:
         uids = ", ".join(map(str, tenant.uids))
         lines += ["", f"[tenants.{_quoted(tenant.name)}]", f"uids = [{uids}]"]

@@ -18,7 +18,7 @@ import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvd import __version__, activation, log, memory, notify
 from kvd.admin.desk import Desk
@@ -27,8 +27,10 @@ from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
 from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
+from kvd.events.feed import EventFeed
 from kvd.failpoints import maybe_fault, maybe_hang
 from kvd.gpu import GpuSide
+from kvd.http_child import HttpChild
 from kvd.ipc.admin import AdminDoor
 from kvd.ipc.dispatch import Dispatcher
 from kvd.ipc.listener import Listener, Peer
@@ -71,6 +73,18 @@ SLAB_S = 30.0
 """How long the next slab may take while the start waits for memory."""
 
 
+class Side(Protocol):
+    """What runs beside the cache and has no say in it."""
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it took at its making."""
+        ...
+
+
 class Daemon:
     """Everything one `kvd serve` owns."""
 
@@ -104,6 +118,7 @@ class Daemon:
         self.started_ns = self.clock.now_ns()
         self.loop_lag_ms = 0.0
         self.pulse = Pulse()
+        self.sides: list[Side] = []
         self._was_late: list[str] = []
         self._next_owner = 0
         self._stop = asyncio.Event()
@@ -288,15 +303,18 @@ class Daemon:
         """
         lock = LockFile(self.config.state_dir, self.config.socket)
         try:
-            fds = {item.name: item.fd for item in activation.take()}
-            inherited_fd = fds.pop("kvd", fds.pop("unknown", None))
-            for fd in fds.values():
-                os.close(fd)
+            inherited_fd = activation.take_socket("kvd")
             self.listener = Listener(self.config.socket, self.config.socket_mode, inherited_fd)
             try:
+                if self.config.http.listen:
+                    self.sides.append(HttpChild(self.config.http, self.config.socket))
+                if self.config.events.endpoint:
+                    self.sides.append(EventFeed(self.config.events, self.catalog))
                 await self._serve()
             finally:
                 self.listener.close()
+                for side in self.sides:
+                    side.close()
         finally:
             if self.gpu is not None:
                 self.gpu.close()  # it copies out of the host tier's memory
@@ -347,6 +365,7 @@ class Daemon:
     async def _begin(self, group: asyncio.TaskGroup, page: StatPage) -> list[asyncio.Task[None]]:
         """Start what runs until the end, but for what others start in `group`."""
         tasks = [group.create_task(self._tick(page))]
+        tasks += [group.create_task(side.run()) for side in self.sides]
         if self.cold is not None:
             tasks.append(group.create_task(self.cold.run(group)))
         if self.directory is not None:
@@ -396,6 +415,7 @@ class Daemon:
             due = self.loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self.loop_lag_ms = max(0.0, (self.loop.time() - due) * 1e3)
+            self.counters.measures.seconds["loop_lag"].note(self.loop_lag_ms / 1e3)
             maybe_hang("loop.tick")
             for session in list(self.sessions.values()):
                 session.turn()

@@ -21,6 +21,8 @@ PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 VALUE_CHARS_MAX = 256
 PER_MINUTE = 10
 """Records of one event that `Log.limited` writes in a minute."""
+OFTEN_PER_MINUTE = 60
+"""The same for `Log.often`."""
 EVENTS_MAX = 256
 """Events a limiter keeps apart; those beyond share one allowance."""
 _QUOTED = frozenset(" =\"'\\")
@@ -104,6 +106,7 @@ class Log:
         """Name the part, as records show it; `limiter` is for `limited`."""
         self._name = name
         self._limiter = limiter or Limiter(PER_MINUTE)
+        self._often = Limiter(OFTEN_PER_MINUTE)
 
     def debug(self, event: str, /, **fields: object) -> None:
         """Write what only helps with finding a fault in kvd."""
@@ -130,6 +133,14 @@ class Log:
         if suppressed is not None:
             self._write(
                 "warning", event, {**fields, "suppressed": suppressed} if suppressed else fields
+            )
+
+    def often(self, event: str, /, **fields: object) -> None:
+        """Write what is good to know and a client can cause at will: as `limited`, 60 a minute."""
+        suppressed = self._often.admit(event)
+        if suppressed is not None:
+            self._write(
+                "info", event, {**fields, "suppressed": suppressed} if suppressed else fields
             )
 
     def _write(self, level: str, event: str, fields: dict[str, object]) -> None:

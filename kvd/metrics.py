@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvd.measures import Measures
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class Counters:
         sessions_refused: Greetings refused.
         sessions_ended_badly: Sessions ended for breaking the protocol.
         messages: Ring messages handled.
+        measures: Distributions and tenants' shares of the above; pages of their own.
     """
 
     lookups: int = 0
@@ -78,20 +82,33 @@ class Counters:
     sessions_refused: int = 0
     sessions_ended_badly: int = 0
     messages: int = 0
+    measures: Measures = field(default_factory=Measures)
+
+    def page(self) -> dict[str, Any]:
+        """Return the counts for the statistics page."""
+        return {
+            each.name: dict(value) if isinstance(value, dict) else value
+            for each in fields(self)
+            if not isinstance(value := getattr(self, each.name), Measures)
+        }
 
     def count_eviction(self, reason: str, objects: int, size_bytes: int) -> None:
         """Count objects dropped for a reason."""
         self.evictions[reason] = self.evictions.get(reason, 0) + objects
         self.bytes_evicted += size_bytes
 
-    def count_demotion(self, raw_bytes: int, record_bytes: int) -> None:
-        """Count a chunk written down."""
+    def count_demotion(self, raw_bytes: int, record_bytes: int, seconds: float) -> None:
+        """Count a chunk written down, and how long that took, its change of form included."""
+        self.measures.sizes["demote"].note(raw_bytes)
+        self.measures.seconds["demote"].note(seconds)
         self.demotions += 1
         self.bytes_demoted += raw_bytes
         self.bytes_written += record_bytes
 
-    def count_promotion(self, raw_bytes: int, record_bytes: int) -> None:
-        """Count a chunk brought up."""
+    def count_promotion(self, raw_bytes: int, record_bytes: int, seconds: float) -> None:
+        """Count a chunk brought up, and how long that took from its turn on."""
+        self.measures.sizes["promote"].note(raw_bytes)
+        self.measures.seconds["promote"].note(seconds)
         self.promotions += 1
         self.bytes_promoted += raw_bytes
         self.bytes_read += record_bytes

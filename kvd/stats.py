@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvd import __version__
+from kvd.events.feed import EventFeed
 from kvd.quota import Resource
 
 if TYPE_CHECKING:
@@ -40,8 +40,16 @@ def gather(daemon: Daemon) -> dict[str, Any]:
         "directory": daemon.directory.stats() if daemon.directory is not None else None,
         "peer": daemon.peers.stats() if daemon.peers is not None else None,
         "gpu": daemon.gpu.stats() if daemon.gpu is not None else None,
-        "counters": asdict(daemon.counters),
+        "counters": daemon.counters.page(),
+        "events": _events(daemon),
+        "measures": daemon.counters.measures.page(),
     }
+
+
+def _events(daemon: Daemon) -> dict[str, Any] | None:
+    """Describe what routers are told, None if nothing."""
+    feeds = [side.page() for side in daemon.sides if isinstance(side, EventFeed)]
+    return feeds[0] if feeds else None
 
 
 def _nvme(daemon: Daemon) -> dict[str, Any] | None:
@@ -106,6 +114,7 @@ def _tenant(daemon: Daemon, name: Tenant) -> dict[str, Any]:
         "pinned_bytes": quota.used(name, Resource.PINNED_BYTES),
         "filling_bytes": filling,
         "sessions": quota.used(name, Resource.SESSIONS),
+        **daemon.counters.measures.usage(name).page(),
     }
 
 

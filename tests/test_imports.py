@@ -40,6 +40,7 @@ PURE: Final = frozenset(
         "kvd.health",
         "kvd.identity",
         "kvd.lease",
+        "kvd.measures",
         "kvd.metrics",
         "kvd.peer.asker",
         "kvd.peer.breaker",

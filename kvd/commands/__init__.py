@@ -31,6 +31,8 @@ COMMANDS: Final[dict[str, Command]] = {
     "doctor": Command("kvd.commands.doctor", "say what this host lacks, and how to mend it"),
     "check": Command("kvd.check", "verify every byte of an NVMe tier, offline"),
     "replay": Command("kvd.replay_cli", "replay a trace against policies and sizes"),
+    "http": Command("kvd.http.main", "serve metrics and a status page of the daemon"),
+    "events": Command("kvd.commands.events", "show what enters and leaves the daemon's tiers"),
     "install-service": Command("kvd.install_service", "write the systemd units of the daemon"),
     "demo": Command("kvd.demo.main", "show engines sharing one cache, in memory and on NVMe"),
     "version": Command("kvd.commands.version", "print the version"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final
 
+from kvd import config_http
 from kvd.errors import StartError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ EPILOG: Final = """\
 examples:
   kvd serve                           with /etc/kvd/kvd.toml, or the defaults
   kvd serve --host-bytes 8GiB --nvme-bytes 200GiB
+  kvd serve --http                    with metrics and a status page
   kvd serve --config kvd.toml --check
 
 exit codes:
@@ -36,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-bytes", metavar="SIZE", help="host memory to use, as in 8GiB")
     parser.add_argument("--nvme-bytes", metavar="SIZE", help="disk to use below it, as in 200GiB")
     parser.add_argument(
+        "--http",
+        metavar="ADDRESS",
+        nargs="?",
+        const=config_http.DEFAULT,
+        help=f"metrics and a status page, here without an address: {config_http.DEFAULT}",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="print the complete configuration and exit"
     )
 
@@ -53,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
         "state_dir": options.state_dir,
         "host.bytes": options.host_bytes,
         "nvme.bytes": options.nvme_bytes,
+        "http.listen": options.http,
     }
     loaded = config.load(options.config, overrides)
     if options.check:

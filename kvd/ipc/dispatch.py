@@ -17,7 +17,7 @@ from kvd.lease import Lease
 from kvd.places import places_of
 from kvd.prefix import warm_length
 from kvd.quota import Resource
-from kvd.types import Generation, LeaseId, OwnerId, Tenant
+from kvd.types import Generation, LeaseId, OwnerId
 from kvd_client import wire, wire_gpu
 from kvd_client.errors import WireError
 from kvd_client.wire import Status
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.clock import Clock
     from kvd.config import Limits
     from kvd.entry import Chunk, Space
+    from kvd.ipc.caller import Caller
     from kvd.ipc.seams import GpuSide, Reach, Riser
     from kvd.ipc.waiting import Later
     from kvd.lease import LeaseBook
@@ -38,34 +39,6 @@ _MS = 1_000_000
 WAITING_MAX = 64
 """Most acquires of one session that wait for promotions."""
 _NO_TOKEN = bytes(wire.TOKEN_BYTES)
-
-
-class Caller:
-    """Who asks: a session's place in the world, from its greeting.
-
-    Attributes:
-        owner: The session.
-        tenant: Its tenant, by uid.
-        space: What it sees.
-        rank: Whose shards it reads and writes.
-    """
-
-    __slots__ = ("gone", "last_asked", "on_gpu", "owner", "rank", "space", "tenant")
-
-    def __init__(self, owner: OwnerId, tenant: Tenant, space: Space, rank: int) -> None:
-        """Keep the four."""
-        self.owner = owner
-        self.tenant = tenant
-        self.space = space
-        self.rank = rank
-        self.gone = False
-        self.on_gpu = False
-        self.last_asked = b""
-
-    def asks(self, hashes: list[bytes]) -> bool:
-        """Tell whether this is another chain than the last one: an engine may ask twice."""
-        last, self.last_asked = self.last_asked, hashes[-1] if hashes else b""
-        return bool(hashes) and last != self.last_asked
 
 
 class Dispatcher:
@@ -155,7 +128,12 @@ class Dispatcher:
         self._counters.lookup_chunks_asked += len(hashes)
         self._counters.lookup_chunks_found += found
         self._counters.lookup_chunks_elsewhere += found - here
-        if caller.rank == 0 and caller.asks(hashes):
+        new = caller.rank == 0 and caller.asks(hashes)
+        if new or caller.served:  # the same chain after a lease is another request
+            caller.served = False
+            tokens = len(hashes) * caller.space.layout.chunk_tokens
+            self._counters.measures.usage(caller.tenant).asked_tokens += tokens
+        if new:
             if not here:
                 self._catalog.eviction.touched(caller.space, hashes)  # else `hold` tells it
             if self._riser is not None:
@@ -279,10 +257,12 @@ class Dispatcher:
     ) -> wire.AcquireReply | None:
         """Begin the promotions that an acquire needs; it is answered when they have ended."""
         assert self._riser is not None
-        deadline_ns = self._clock.now_ns() + int(self._limits.promote_s * 1e9)
+        now_ns = self._clock.now_ns()
+        deadline_ns = now_ns + int(self._limits.promote_s * 1e9)
         waiting = Waiting(
             caller, ask, chunks, later=later, deadline_ns=deadline_ns, finish=self._finish
         )
+        waiting.cold, waiting.began_ns = frozenset(cold), now_ns
         for chunk in cold:
             done = waiting.risen(chunk)
             if not self._riser.promote(chunk, done):
@@ -290,7 +270,7 @@ class Dispatcher:
                 break  # no room: nothing after it would be usable either
         if not waiting.rising:
             waiting.over = True
-            return self._settle(caller, ask, chunks)
+            return self._settle(caller, ask, chunks, waiting.cold)
         self._waiting.setdefault(caller.owner, set()).add(waiting)
         return None
 
@@ -309,22 +289,42 @@ class Dispatcher:
         if waiting.caller.gone:
             self._catalog.unpin(waiting.chunks)
             return
-        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks)
+        waited_s = (self._clock.now_ns() - waiting.began_ns) / 1e9
+        self._counters.measures.seconds["acquire_wait"].note(waited_s)
+        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks, waiting.cold)
         waiting.later(wire.encode(reply))
 
     def _settle(
-        self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...]
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        cold: frozenset[Chunk] = frozenset(),
     ) -> wire.AcquireReply:
-        """Grant a lease over as many of pinned chunks as are usable in host slots."""
+        """Grant a lease over as many of pinned chunks as are usable in host slots.
+
+        Args:
+            caller: Who asks.
+            ask: For what.
+            chunks: Pinned for it.
+            cold: Those of them that came up from the tier below for it.
+        """
         usable = warm_length(caller.space, chunks, ask.first)
         self._catalog.unpin(chunks[usable:])
         if not usable:
             self._counters.acquires_missed += 1
             return _no_lease(ask.request, ask.first, Status.MISS)
         ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
-        return self._grant(
+        reply = self._grant(
             caller, ask.request, chunks[:usable], ask.first, ttl_ms, reading=bool(ask.read)
         )
+        if caller.rank == 0 and reply.status is Status.OK:
+            caller.served = True
+            risen = len(cold.intersection(chunks[:usable]))
+            tokens = caller.space.layout.chunk_tokens
+            usage = self._counters.measures.usage(caller.tenant)
+            usage.hit(host=(usable - risen) * tokens, nvme=risen * tokens)
+        return reply
 
     def _lease_refusal(self, caller: Caller) -> Status:
         if self.draining:
@@ -366,7 +366,9 @@ class Dispatcher:
                 places = self._gpu.places(chunks, first, caller.rank, places)
         self._counters.acquires += 1
         self._counters.chunks_acquired += len(chunks)
-        self._counters.bytes_acquired += sum(place[5] for place in places)
+        told = sum(place[5] for place in places)
+        self._counters.bytes_acquired += told
+        self._counters.measures.loaded(caller.tenant, told)
         return wire.AcquireReply(
             request,
             Status.OK,
@@ -435,7 +437,9 @@ class Dispatcher:
         maybe_fault("publish.before")
         generations = [Generation(g) for g in wire.unpack_generations(ask.generations)]
         publish = self._catalog.publish_all if self._gpu is None else self._gpu.publish
+        before = self._counters.bytes_published
         results = publish(caller.owner, generations, self._clock.now_ns())
+        self._counters.measures.stored(caller.tenant, self._counters.bytes_published - before)
         maybe_fault("publish.after")
         return wire.ResultsReply(ask.request, bytes(results))
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvd import log
 from kvd.errors import RefusedSession
-from kvd.ipc.dispatch import Caller
+from kvd.ipc.caller import Caller
 from kvd.memory import make_memfd
 from kvd_client import wire
 from kvd_client.errors import RingError, WireError
@@ -204,7 +204,7 @@ class Session:
             text = f"no memory or descriptors for a session: {error.strerror}"
             raise RefusedSession(Refusal.TOO_MANY, text) from error
         self._host.loop.add_reader(self._bell, self._on_bell)
-        _LOG.info("session open", id=self.owner, tenant=self.tenant, pid=self.pid, name=self.name)
+        _LOG.often("session open", id=self.owner, tenant=self.tenant, pid=self.pid, name=self.name)
 
     def _make_rings(self) -> None:
         """Make what the welcome carries, and send it; raises OSError."""
@@ -375,5 +375,5 @@ class Session:
             self._host.dispatcher.leave(self.caller)
             dead = bye or process_gone(self.pidfd)
             stays = self._host.dispatcher.part(self.owner, dead=dead)
-        _LOG.info("session closed", id=self.owner, why=why, error=refusal, orphaned=stays)
+        _LOG.often("session closed", id=self.owner, why=why, error=refusal, orphaned=stays)
         self._host.gone(self, orphaned=stays, refusal=refusal)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.entry import Chunk
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.entry import Chunk
-    from kvd.ipc.dispatch import Caller
+    from kvd.ipc.caller import Caller
     from kvd_client import wire
 
     Later = Callable[[bytes], None]
@@ -42,6 +43,9 @@ class Waiting:
         self.deadline_ns = deadline_ns
         self.rising: dict[Chunk, Callable[[bool], None]] = {}
         self.over = False
+        self.cold = frozenset[Chunk]()
+        """Those of its chunks that were not in host memory when it was asked."""
+        self.began_ns = 0
         self._finish = finish
 
     def risen(self, chunk: Chunk) -> Callable[[bool], None]:

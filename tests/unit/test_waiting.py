@@ -8,7 +8,8 @@ import pytest
 
 from kvd.config import Limits
 from kvd.cost import Rates
-from kvd.ipc.dispatch import WAITING_MAX, Caller, Dispatcher
+from kvd.ipc.caller import Caller
+from kvd.ipc.dispatch import WAITING_MAX, Dispatcher
 from kvd.lease import LeaseBook
 from kvd.quota import Resource
 from kvd_client import wire

@@ -1,0 +1,1 @@
+"""The daemon over HTTP, for Prometheus and browsers: a process of its own that reads its page."""
