@@ -102,7 +102,8 @@ class Mover:
     def _map(self, slab: int, size_bytes: int, writable: int, fd: int) -> None:
         """Map a slab and register it; a source over TCP maps it read-only: no peer can write it."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        view = memoryview(mmap.mmap(fd, size_bytes, prot=access))
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # its pages are there: no fault a page later
+        view = memoryview(mmap.mmap(fd, size_bytes, flags=flags, prot=access))
         os.close(fd)
         base = _address(view)
         self._agent.register(base, size_bytes)
