@@ -25,12 +25,17 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-done
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check
 
+# SGLang's package without its dependencies, most of which need a GPU: a folder of packages that is
+# seen by its tests only, beside .venv's torch.
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.setup-done
+
 # Torch and transformers take seconds to start when their byte code may not be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-engines setup-vllm lint fmt bench clean
+.PHONY: help setup demo test test-engines setup-vllm setup-sglang lint fmt bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -44,8 +49,9 @@ demo: setup  ## show what kvd does: engines that share a prefix, a restart in be
 test: setup  ## run all tests
 	@$(PY) -m pytest $(ARGS)
 
-test-engines: setup setup-vllm  ## run the tests that need vLLM, in an environment of its own
+test-engines: setup setup-vllm setup-sglang  ## run the tests that need vLLM or SGLang, apart
 	@KVD_TEST_VLLM=1 $(PY) -m pytest tests/engines -k vllm $(ARGS)
+	@PYTHONPATH=$(SGLANG) $(PY) -m pytest tests/engines -k sglang $(ARGS)
 
 lint: setup  ## ruff, format, types, and kernels.cu by NVRTC; changes nothing
 	@$(PY) -m ruff check .
@@ -69,8 +75,8 @@ bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time 
 	@$(PY) -m bench.ttft
 	@$(PY) -m bench.quality
 
-clean:  ## remove .venv, .venv-vllm and every cache
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, .venv-vllm, .venv-sglang and every cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -111,3 +117,14 @@ $(VLLM_STAMP): constraints-vllm.txt
 	@$(VLLM_PIP) install --no-compile -c constraints-vllm.txt --no-build-isolation -e '.[vllm]'
 	@touch $@
 	@echo "setup-vllm: done"
+
+setup-sglang: $(SGLANG_STAMP)
+	@:
+
+$(SGLANG_STAMP): requirements-sglang.txt | $(STAMP)
+	@echo "setup-sglang: SGLang's package and what its cache imports (some 250 MB, once)"
+	@rm -rf $(SGLANG)
+	@$(PY) -m pip -qq --disable-pip-version-check install --no-compile --no-deps \
+	    --target $(SGLANG) -r requirements-sglang.txt
+	@touch $@
+	@echo "setup-sglang: done"

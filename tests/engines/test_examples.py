@@ -37,3 +37,19 @@ def test_transformers_generate(daemon: Any) -> None:
     loaded = [int(line.split(" ms")[1].split()[0]) for line in out.splitlines() if " ms" in line]
     assert loaded[:2] == [0, 576], out
     assert loaded[4] > loaded[2] >= 576, out
+
+
+@pytest.mark.timeout(120)
+def test_sglang_hicache(daemon: Any, tmp_path: Path) -> None:
+    """Pages come back as they were; a folder's weights are known by content, none are refused."""
+    pytest.importorskip("torch")
+    out = run(daemon, "sglang_hicache.py")
+    assert "stored 32 of 32 pages" in out
+    assert "read 32 of 32 pages" in out
+    assert "the same bytes: True" in out
+    assert '"class_name": "KvdHiCache"' in out
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert f"model {tmp_path.name}, weights" in run(
+        daemon, "sglang_hicache.py", "--model", str(tmp_path)
+    )
