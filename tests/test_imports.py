@@ -68,6 +68,7 @@ PURE: Final = frozenset(
         "kvd.types",
         "kvd_client.errors",
         "kvd_client.identity",
+        "kvd_client.sglang.options",
         "kvd_client.vllm.announce",
         "kvd_client.vllm.messages",
         "kvd_client.vllm.options",

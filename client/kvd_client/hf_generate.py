@@ -178,7 +178,10 @@ class Cached:
                 Row(row.tokens + _up_to(answer, ends), row.pad)
                 for row, answer in zip(rows, answers, strict=True)
             ]
-        return store_rows(self.client, self._model, cache, rows, every=request.sequences)
+        try:
+            return store_rows(self.client, self._model, cache, rows, every=request.sequences)
+        except (Unsupported, WrongModel) as reason:  # it has changed while it ran
+            return _NOT_STORED._replace(note=str(reason))
 
     def _tell(self, note: str) -> None:
         """Keep why kvd takes no part; warn of it the first time."""

@@ -97,9 +97,7 @@ def _check_model(model: Any) -> None:  # noqa: ANN401 - any decoder model
     if getattr(config, "is_encoder_decoder", False):
         msg = "the model has an encoder: its KV does not follow from the decoder's tokens"
         raise UnsupportedModel(msg)
-    if model.training:
-        msg = "the model is in training mode, where dropout changes KV: call model.eval()"
-        raise UnsupportedModel(msg)
+    check_mode(model)
     if getattr(text, "use_bidirectional_attention", None) in {True, "all"}:
         msg = "the model attends to later tokens, so that a prefix has no KV of its own"
         raise UnsupportedModel(msg)
@@ -110,6 +108,20 @@ def _check_model(model: Any) -> None:  # noqa: ANN401 - any decoder model
                 "has more than one KV: set a fixed type (yarn, linear) in config.rope_parameters"
             )
             raise UnsupportedModel(msg)
+
+
+def check_mode(model: Any) -> None:  # noqa: ANN401 - any decoder model
+    """Refuse what may change from call to call and changes KV.
+
+    Raises:
+        UnsupportedModel: The model is in training mode, or autocast is on.
+    """
+    if model.training:
+        msg = "the model is in training mode, where dropout changes KV: call model.eval()"
+        raise UnsupportedModel(msg)
+    if torch.is_autocast_enabled(model.device.type):
+        msg = "autocast computes KV in another dtype than the model's: load the model in that dtype"
+        raise UnsupportedModel(msg)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:  # noqa: ANN401 - a nested configuration
@@ -203,6 +215,8 @@ def _tensor_digest(tensor: torch.Tensor) -> bytes:
 def weights_mark(model: Any) -> int:  # noqa: ANN401 - any torch module
     """Return a number that changes when weights are moved, replaced or written in place.
 
+    And when the attention implementation or the matmul precision is set anew.
+
     It reads torch's version counters, in microseconds a tensor. Writes through `.data` do not
     count up: who writes so must call `connect_model` again.
     """
@@ -210,7 +224,12 @@ def weights_mark(model: Any) -> int:  # noqa: ANN401 - any torch module
         (weight.data_ptr(), 0 if weight.is_inference() else weight._version)  # noqa: SLF001
         for weight in model.parameters()
     ]
-    return hash((tuple(marks), json.dumps(adapter_state(model))))
+    settings = [
+        model.config._attn_implementation,  # noqa: SLF001
+        model.config.get_text_config(decoder=True)._attn_implementation,  # noqa: SLF001
+        torch.get_float32_matmul_precision(),
+    ]
+    return hash((tuple(marks), json.dumps([adapter_state(model), settings])))
 
 
 def adapter_state(model: Any) -> list[list[object]]:  # noqa: ANN401 - any torch module

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import kvd_client
 from kvd_client.errors import KvdError
 from kvd_client.hf_cache import check_filled
-from kvd_client.hf_model import WrongModel, describe_model, plan_model, weights_mark
+from kvd_client.hf_model import (
+    WrongModel,
+    check_mode,
+    describe_model,
+    plan_model,
+    weights_mark,
+)
 from kvd_client.hf_move import ORIGIN, Ask, Known, Origin, fetch, lacks_past, source_of, write
 from kvd_client.hf_rows import Row, rows_of
 
@@ -334,7 +340,9 @@ def recall(client: Client, model: Any) -> Known:  # noqa: ANN401 - any decoder m
 
     Raises:
         WrongModel: It is another, or has changed since.
+        UnsupportedModel: It is in training mode, or autocast is on.
     """
+    check_mode(model)
     known = _known.get(client)
     if known is None or known.model() is not model:
         msg = "the client was not made for this model: use connect_model(model)"

@@ -401,6 +401,22 @@ def test_calls_are_bounded_when_the_daemon_dies_under_them(
     made.close()
 
 
+def test_single_look_ups_share_one_bound(make_daemon: Any) -> None:
+    """Asked for 600 pages one by one, a stopped daemon costs one wait and not 600."""
+    daemon = make_daemon()
+    daemon.start()
+    made = backend(daemon, pool(), wait_s=0.5)
+    store = made._stores["kv"]
+    keys = [bytes.fromhex(key) for key in page_keys(600)]
+    assert store.present(keys) == [False] * 600
+    os.kill(daemon.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert store.present(keys) == [False] * 600
+    assert time.monotonic() - began < 10
+    os.kill(daemon.pid, signal.SIGCONT)
+    made.close()
+
+
 def fill_target(target: Any, host: Any) -> None:
     """Make stale bytes in the target visible as wrong ones."""
     for address, size in zip(*host.get_page_buffer_meta(target), strict=True):

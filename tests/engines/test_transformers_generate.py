@@ -135,7 +135,7 @@ def test_padding_that_no_mask_tells_is_seen(daemon: Any) -> None:
 
 def test_what_kvd_cannot_take_on_runs_without_it(daemon: Any) -> None:
     """Such a call answers as ever, its reason is told, with one warning; strict, it raises."""
-    ids = prompt()
+    ids = prompt(70)
     model, helper = llama(), llama()
     embeds = model.get_input_embeddings()(ids).detach()
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -145,28 +145,28 @@ def test_what_kvd_cannot_take_on_runs_without_it(daemon: Any) -> None:
         ("no token ids", {"inputs_embeds": embeds}),
         ("only from an empty cache", {"inputs": ids, "prefill_chunk_size": 64}),
         ("use_cache is off", {"inputs": ids, "use_cache": False}),
-        ("whether KV depends", {"inputs": ids, "position_ids": torch.arange(PROMPT)[None]}),
+        ("whether KV depends", {"inputs": ids, "position_ids": torch.arange(70)[None]}),
         ("'offloaded'", {"inputs": ids, "cache_implementation": "offloaded"}),
-        ("padding_side = 'left'", {"inputs": ids, "attention_mask": 1 - torch.eye(PROMPT)[-1:]}),
+        ("padding_side = 'left'", {"inputs": ids, "attention_mask": 1 - torch.eye(70)[-1:]}),
     ]
     for words, call in cases:
         again = {**call}
         if "past_key_values" in call:
             again["past_key_values"] = kvd_hf.new_cache(model)
-        plain = model.generate(**call, **SIXTEEN, do_sample=False)
+        plain = model.generate(**call, **EIGHT, do_sample=False)
         with (
             block(daemon, model, strict=False) as kvd,
             warnings.catch_warnings(record=True) as told,
         ):
             warnings.simplefilter("always")
-            output = model.generate(**again, **SIXTEEN, do_sample=False)
+            output = model.generate(**again, **EIGHT, do_sample=False)
             assert output.tolist() == plain.tolist(), words
             assert words in kvd.last.note
             assert kvd.last.stored.tokens == 0
             mine = [str(each.message) for each in told if "kvd takes no part" in str(each.message)]
             assert len(mine) == 1, words
         with block(daemon, model), pytest.raises(kvd_hf.Unsupported, match=words):
-            model.generate(**call, **SIXTEEN)
+            model.generate(**call, **EIGHT)
 
 
 def test_a_model_that_changes_in_the_block_never_hits(daemon: Any) -> None:
@@ -181,6 +181,30 @@ def test_a_model_that_changes_in_the_block_never_hits(daemon: Any) -> None:
             changed = greedy(model, ids)
         assert kvd.last.prefix.tokens == 0
     assert changed == greedy(model, ids)
+
+
+def test_what_changes_kv_from_call_to_call_keeps_kvd_out(daemon: Any) -> None:
+    """Training mode, autocast, another attention: such calls neither load nor store."""
+    ids = prompt()
+    model = llama()
+    with block(daemon, model, strict=False) as kvd:
+        greedy(model, ids)
+        stored = kvd.last.stored.tokens
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(match="autocast"):
+            greedy(model, ids)
+        assert (kvd.last.prefix.tokens, kvd.last.stored.tokens) == (0, 0)
+        model.train()
+        with pytest.warns(match="training mode"):
+            greedy(model, ids)
+        assert (kvd.last.prefix.tokens, kvd.last.stored.tokens) == (0, 0)
+        model.eval()
+        greedy(model, ids)
+        assert (kvd.last.prefix.tokens, kvd.last.stored.tokens) == (WHOLE, stored)
+        model.set_attn_implementation("eager")
+        with pytest.warns(match="connect_model"):
+            greedy(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(kvd_hf.UnsupportedModel):
+        connect(daemon, model)
 
 
 def test_the_model_s_own_settings_count(daemon: Any) -> None:

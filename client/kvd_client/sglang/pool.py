@@ -52,11 +52,11 @@ def shape_of(pool: Any, name: str) -> Shape:  # noqa: ANN401 - SGLang's host poo
     """
     import torch
 
-    page_tokens = int(getattr(pool, "page_size", 1) or 1)
+    page_tokens = int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
     try:
         meta = pool.get_page_buffer_meta(torch.arange(page_tokens, dtype=torch.int64))
         sizes = tuple(int(size) for size in meta[1]) if meta else ()
-    except (AttributeError, NotImplementedError, ValueError) as error:
+    except (AttributeError, AssertionError, NotImplementedError, ValueError) as error:
         msg = f"SGLang's host pool {name!r} does not tell where its pages lie: {error}"
         raise ValueError(msg) from error
     if not sizes:
@@ -121,9 +121,12 @@ class PoolStore:
     def present(self, hashes: Sequence[bytes]) -> list[bool]:
         """Tell of each page by itself whether kvd has it."""
         there: list[bool] = []
+        deadline = time.monotonic() + self.client.wait_s  # one for all: P3
         for at in range(0, len(hashes), ASKED_AT_ONCE):
             tickets = [self.client.begin_lookup([key]) for key in hashes[at : at + ASKED_AT_ONCE]]
-            there += [bool(self.client.wait(ticket).chunks) for ticket in tickets]
+            for ticket in tickets:
+                left_s = max(0.0, deadline - time.monotonic())
+                there.append(bool(self.client.wait(ticket, left_s).chunks))
         return there
 
     def read(self, hashes: Sequence[bytes], indices: Any) -> list[bool]:  # noqa: ANN401 - a tensor
