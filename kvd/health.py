@@ -78,6 +78,14 @@ def _degraded(stats: dict[str, Any]) -> Iterator[str]:
             yield f"NVMe takes nothing in: it is {state}"
         if isinstance(note, str) and note:
             yield f"NVMe: {note}"
+    gpu = stats.get("gpu")
+    if isinstance(gpu, dict) and gpu.get("state") == "failed":
+        yield f"GPU memory takes no part: {gpu.get('note')}"
+    directory = stats.get("directory")
+    if isinstance(directory, dict):
+        state = directory.get("state")
+        if isinstance(state, str) and state != "open":
+            yield f"the fleet's directory is {state}"
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -108,6 +108,19 @@ def _sum_hits(tenants: list[dict[str, Any]], tier: str) -> float:
 
 def _tiers(stats: dict[str, Any]) -> Iterator[str]:
     yield "<section><h2>Tiers</h2>"
+    gpu = _map(stats, "gpu")
+    if gpu:
+        pinned = min(_number(gpu, "pinned_bytes"), _number(gpu, "used_bytes"))
+        yield _tier(
+            f"GPU memory{_state(gpu)}",
+            _number(gpu, "capacity_bytes"),
+            [
+                ("gpu", "published", _number(gpu, "used_bytes") - pinned),
+                ("pinned", "held by leases", pinned),
+            ],
+            f"{_number(gpu, 'objects'):,.0f} objects; {_number(gpu, 'rising'):.0f} on their way up,"
+            f" {_number(gpu, 'falling'):.0f} down",
+        )
     host = _map(stats, "host")
     filling = _number(host, "reserved_bytes")
     pinned = min(_number(host, "pinned_bytes"), _number(host, "published_bytes"))
@@ -124,8 +137,6 @@ def _tiers(stats: dict[str, Any]) -> Iterator[str]:
     )
     nvme = _map(stats, "nvme")
     if nvme:
-        state = _text(nvme, "state")
-        slow = "" if state == "open" else f' <span class="slow">{state}</span>'
         note = (
             f"{_number(nvme, 'live_count'):,.0f} chunks, form {_text(nvme, 'form')};"
             f" queued {_number(nvme, 'reads_queued'):.0f} reads,"
@@ -135,7 +146,7 @@ def _tiers(stats: dict[str, Any]) -> Iterator[str]:
             f" {about(_number(nvme, 'dirty_bytes'))} still to write"
         )
         yield _tier(
-            f"NVMe{slow}",
+            f"NVMe{_state(nvme)}",
             _number(nvme, "capacity_bytes"),
             [
                 ("nvme", "live", _number(nvme, "live_bytes")),
@@ -144,6 +155,12 @@ def _tiers(stats: dict[str, Any]) -> Iterator[str]:
             note,
         )
     yield "</section>"
+
+
+def _state(tier: dict[str, Any]) -> str:
+    """Mark a tier that does not take part fully."""
+    state = _text(tier, "state")
+    return "" if state in {"open", ""} else f' <span class="slow">{state}</span>'
 
 
 def _tier(name: str, capacity: float, parts: list[tuple[str, str, float]], note: str) -> str:
