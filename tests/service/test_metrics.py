@@ -7,9 +7,12 @@ writes the table in docs/metrics.md anew.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import shutil
 import subprocess
+import textwrap
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvd_client
 from kvd import health, statpage
+from kvd.gpu import GpuSide
 from kvd.http import exposition
 from kvd.http.catalogue import METRICS, NOT_SHOWN
 from kvd.http.figures import labels_of, samples
@@ -130,7 +134,8 @@ def test_every_number_of_the_page_has_a_metric(busy: DaemonProcess) -> None:
     assert not bare, f"no metric in kvd/http/catalogue.py for: {sorted(bare)}"
     assert "nvme.counters.writes" in found, "looked at nothing"
     empty = {metric.name for metric in METRICS if not list(samples(stats, metric))}
-    alone = {name for name in empty if not name.startswith(("kvd_peer_", "kvd_directory_"))}
+    others = ("kvd_peer_", "kvd_directory_", "kvd_gpu_")  # not of a host like this one
+    alone = {name for name in empty if not name.startswith(others)}
     assert alone <= {"kvd_evicted_objects_total"}, "sources that name nothing of a page"
 
 
@@ -140,6 +145,16 @@ def test_every_count_of_the_fleet_has_a_metric() -> None:
     assert {f"peer.peers.[peer=host].{name}" for name in COUNTS} <= paths
     counts = {f"directory.counters.{field.name}" for field in fields(DirectoryCounters)}
     assert counts <= paths
+
+
+def test_every_figure_of_the_gpu_has_a_metric() -> None:
+    """What `GpuSide.stats` tells, but for words, is shown, though this host may have no GPU."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(GpuSide.stats)))
+    (told,) = [node for node in ast.walk(source) if isinstance(node, ast.Dict)]
+    keys = {str(key.value) for key in told.keys if isinstance(key, ast.Constant)}
+    paths = {source.path for metric in METRICS for source in metric.sources}
+    assert {"capacity_bytes", "bytes_up"} <= keys
+    assert {f"gpu.{key}" for key in keys - {"state", "note"}} <= paths
 
 
 def row(name: str, kind: str, labels: str, text: str) -> str:
