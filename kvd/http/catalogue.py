@@ -294,14 +294,6 @@ _TIERS: Final = (
 )
 _NOW: Final = (
     ("kvd_epoch", "Which life of the daemon: another number is another life.", one("epoch")),
-    ("kvd_uptime_seconds", "Seconds since the start.", one("uptime_s")),
-    ("kvd_loop_lag_seconds", "How late the last tick of the loop was.", one("loop_lag_ms", 1e-3)),
-    ("kvd_chunks", "Chunks known, warm or cold.", one("chunks")),
-    ("kvd_leases", "Leases held.", one("leases")),
-    ("kvd_leases_overdue", "Of them, past their time and still read.", one("leases_overdue")),
-    ("kvd_sessions", "Sessions open.", one("session_count")),
-    ("kvd_orphans", "Closed sessions whose living process still holds something.", one("orphans")),
-    ("kvd_epoch", "Which life of the daemon: another number is another life.", one("epoch")),
     ("kvd_events_waiting", "Hashes that wait for the next batch.", one("events.waiting")),
     ("kvd_uptime_seconds", "Seconds since the start.", one("uptime_s")),
     ("kvd_loop_lag_seconds", "How late the last tick of the loop was.", one("loop_lag_ms", 1e-3)),
