@@ -191,9 +191,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.error("kvd stays out of this engine: %s", why)
             return
         events = self._vllm_config.kv_events_config
-        self._scheduler.attach(
-            identity, events=events is not None and bool(events.enable_kv_cache_events)
-        )
+        try:
+            self._scheduler.attach(
+                identity, events=events is not None and bool(events.enable_kv_cache_events)
+            )
+        except Unsupported as error:
+            logger.error("kvd stays out of this engine: %s", error)  # noqa: TRY400
 
     def get_num_new_matched_tokens(
         self,

@@ -77,8 +77,8 @@ class Scheduler:
         Raises:
             Unsupported: The salt cannot be read.
         """
+        self._client = self._connect(identity)
         self._identity = identity
-        self._client = self._connect()
         if events:
             layout = identity.layout
             alike = all(group.kind == "mla" for group in layout.groups)
@@ -90,15 +90,14 @@ class Scheduler:
         groups = self._identity.layout.groups if self._identity is not None else ()
         return self._options.load == "async" or len(groups) > 1
 
-    def _connect(self) -> Client:
-        assert self._identity is not None
-        namespace = self._identity.namespace
+    def _connect(self, identity: Identity) -> Client:
+        namespace = identity.namespace
         client = Client(
             self._options.socket,
             namespace=namespace._replace(
                 salt=read_salt(self._options), extra=namespace.extra + self._generation
             ),
-            layout=self._identity.layout,
+            layout=identity.layout,
             name="vllm scheduler",
         )
         try:
@@ -352,9 +351,9 @@ class Scheduler:
         self._requests.clear()
         self._loads.clear()
         self._generation = f" reset {os.urandom(8).hex()}"
-        if self._client is not None:
+        if self._client is not None and self._identity is not None:
             self._client.close()
-            self._client = self._connect()
+            self._client = self._connect(self._identity)
 
     def close(self) -> None:
         """End the session."""
