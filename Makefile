@@ -72,6 +72,7 @@ bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time 
 	@$(PY) -m bench.scale
 	@$(PY) -m bench.peer
 	@$(PY) -m bench.replay
+	@$(PY) -m bench.fleet
 	@$(PY) -m bench.ttft
 	@$(PY) -m bench.quality
 

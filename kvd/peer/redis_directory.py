@@ -16,7 +16,7 @@ import asyncio
 from dataclasses import asdict, dataclass
 from itertools import islice
 from random import SystemRandom
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvd import log
 from kvd.changes import tiers_of
@@ -38,7 +38,7 @@ from kvd.peer.membership import MISSED_MAX, Members, member, refresh_s
 from kvd.peer.redis_calls import RedisCalls, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvd.catalog import Catalog
     from kvd.changes import Tier
@@ -103,23 +103,56 @@ class DirectoryCounters:
     twins: int = 0
 
 
+class Calls(Protocol):
+    """What is called of the directory, see `RedisCalls`; each raises `Unreachable`."""
+
+    def servers(self) -> int: ...
+    async def ping(self) -> None: ...
+    async def ask(self, keys: Sequence[bytes]) -> list[tuple[int, ...] | None]: ...
+    async def tell(
+        self, number: int, entries: Sequence[tuple[bytes, bool]], ttl_s: int
+    ) -> tuple[int, int]: ...
+    async def beat(self, me: Member, ttl_s: float) -> Member | None: ...
+    async def leave(self, me: Member) -> None: ...
+    async def members(self) -> list[Member | None]: ...
+    async def close(self) -> None: ...
+
+
 class RedisDirectory:
     """Everything the daemon has to do with the directory; an observer of the catalog."""
 
-    def __init__(self, knobs: PeerKnobs, catalog: Catalog, clock: Clock, epoch: int) -> None:
+    def __init__(
+        self,
+        knobs: PeerKnobs,
+        catalog: Catalog,
+        clock: Clock,
+        epoch: int,
+        *,
+        calls: Calls | None = None,
+        random: Callable[[], float] = _random,
+    ) -> None:
         """Listen to the catalog from now on; nothing is sent before `run`.
+
+        Args:
+            knobs: The [peer] table.
+            catalog: What is held here.
+            clock: Monotonic.
+            epoch: Of this life of the daemon.
+            calls: What is called in place of the server that `knobs` names.
+            random: Gives 0 to 1, so that hosts do nothing in step.
 
         Raises:
             StartError: The password file cannot be read.
         """
         self.me = member(knobs.cluster, knobs.host, epoch, knobs.address, knobs.domain)
         self.members = Members(self.me)
-        self.gate = Gate(_random)
+        self.gate = Gate(random)
         self.counters = DirectoryCounters()
         self._knobs = knobs
+        self._random = random
         self._catalog = catalog
         self._clock = clock
-        self._calls = RedisCalls(knobs)
+        self._calls: Calls = calls or RedisCalls(knobs)
         self._outbox: Outbox[Chunk] = Outbox()
         self._wrong: Outbox[tuple[bytes, int]] = Outbox(WRONG_MAX)
         self._hints = Hints()
@@ -262,27 +295,38 @@ class RedisDirectory:
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Keep the directory told until closed or cancelled; look-ups are tasks of `group`."""
-        self._group = group
+        self.join(group)
         task = asyncio.current_task()
         assert task is not None
         while not (self._closing.is_set() or task.cancelling()):  # the library swallows some
-            now_ns = self._clock.now_ns()
-            try:
-                if self.gate.open:
-                    await self._keep_up(now_ns)
-                elif self.gate.probe_due(now_ns):
-                    await self._probe()
-            except Unreachable as error:
-                self._failed(error)
+            await self.step()
             await self._pause()
+
+    def join(self, group: asyncio.TaskGroup) -> None:
+        """Make look-ups tasks of a group; before, they have no answer."""
+        self._group = group
+
+    async def step(self) -> None:
+        """Do what is due now."""
+        now_ns = self._clock.now_ns()
+        try:
+            if self.gate.open:
+                await self._keep_up(now_ns)
+            elif self.gate.probe_due(now_ns):
+                await self._probe()
+        except Unreachable as error:
+            self._failed(error)
+
+    def busy(self) -> bool:
+        """Tell whether there is something to be told."""
+        return self._sweep is not None or bool(self._outbox) or bool(self._wrong)
 
     async def _pause(self) -> None:
         """Sleep until there is something to do; changes cut it short where nothing else waits."""
         now_ns, event = self._clock.now_ns(), self._closing
-        busy = self._sweep is not None or len(self._outbox) or len(self._wrong)
         if not self.gate.open:
             seconds = self.gate.wait_s(now_ns)
-        elif busy and now_ns >= self._full_until_ns:
+        elif self.busy() and now_ns >= self._full_until_ns:
             seconds = IDLE_S
         else:
             due_ns = min(self._beat_due_ns, self._read_due_ns, max(self._sweep_due_ns, now_ns + S))
@@ -329,7 +373,7 @@ class RedisDirectory:
     async def _beat(self, now_ns: int) -> None:
         knobs = self._knobs
         before = await self._calls.beat(self.me, MISSED_MAX * knobs.heartbeat_s)
-        self._beat_due_ns = now_ns + int(knobs.heartbeat_s * (0.8 + 0.2 * _random()) * S)
+        self._beat_due_ns = now_ns + int(knobs.heartbeat_s * (0.8 + 0.2 * self._random()) * S)
         if before is None:  # the first of this life, or it lost what it had
             self._sweep_due_ns = 0
             self._sweep = None
@@ -351,7 +395,7 @@ class RedisDirectory:
         hosts = len(self.members.by_host) + 1
         self._pace.per_s = rate_of(self._knobs.announce_per_s, hosts, self._calls.servers())
         wait_s = refresh_s(self._knobs.heartbeat_s, hosts)
-        self._read_due_ns = now_ns + int(wait_s * (0.8 + 0.4 * _random()) * S)
+        self._read_due_ns = now_ns + int(wait_s * (0.8 + 0.4 * self._random()) * S)
 
     # ---------------------------------------------------------------- telling
 
