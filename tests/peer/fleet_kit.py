@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from kvd.entry import Space
 
-WAIT_S = 15.0
+WAIT_S = 30.0
 LAYOUT = layout_of(PAGE)
-SLACK_S = 0.25
+SLACK_S = 2.0
 """Two busy cores may take so long to wake a loop."""
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_server"]
 
-WAIT_S = 15.0
+WAIT_S = 30.0
 
 
 def configured(make_daemon: Callable[..., DaemonProcess], name: str, url: str) -> DaemonProcess:
@@ -57,7 +57,7 @@ def page(daemon: DaemonProcess) -> dict[str, Any]:
     return read(stat_page_name(daemon.socket)).stats
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_daemons_tell_and_engines_feel_nothing(
     make_daemon: Callable[..., DaemonProcess],
     make_server: Callable[..., Server],
@@ -81,7 +81,7 @@ def test_daemons_tell_and_engines_feel_nothing(
         begun = time.monotonic()
         assert store(client, more) == 40
         assert load(client, more) == 40
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
         if server._process is not None:
             server.send(signal.SIGCONT)
     until(lambda: page(a), "directory", "counters", "trips", least=1)

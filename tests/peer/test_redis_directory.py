@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_server"]
 
+pytestmark = pytest.mark.timeout(90)
 KINDS = pytest.mark.parametrize("kind", ["redis", "valkey"])
 
 
@@ -93,10 +94,9 @@ def test_another_life_another_host(kind: str, make_server: Callable[..., Server]
     asyncio.run(main())
 
 
-@KINDS
-def test_a_hint_that_was_wrong_is_taken_out(kind: str, make_server: Callable[..., Server]) -> None:
+def test_a_hint_that_was_wrong_is_taken_out(make_server: Callable[..., Server]) -> None:
     """Who was sent to a host in vain says so, and the next one is not."""
-    server = make_server(kind)
+    server = make_server()
     hashes = chain("wrong", 12)
 
     async def main() -> None:
@@ -202,6 +202,7 @@ def test_telling_is_paced_and_newest_wins(make_server: Callable[..., Server]) ->
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("place", ["redis", "valkey cluster"], indirect=True)
 def test_a_cancelled_look_up_leaves_nothing_behind(place: tuple[str, str]) -> None:
     """Look-ups cancelled at any point never give their answer to another (CVE-2023-28858)."""
     url, mode = place
@@ -236,7 +237,7 @@ def test_a_cancelled_host_ends(make_server: Callable[..., Server]) -> None:
 
     async def main() -> None:
         nodes = [Node(server.url, f"n{number}", heartbeat_s=0.1) for number in range(60)]
-        async with asyncio.timeout(15), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             tasks = [group.create_task(node.directory.run(group)) for node in nodes]
             for task in tasks:
                 await asyncio.sleep(0.013)

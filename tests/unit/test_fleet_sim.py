@@ -14,6 +14,7 @@ from kvd.log import PRIORITIES, Threshold
 if TYPE_CHECKING:
     from kvd.trace import Trace
 
+pytestmark = pytest.mark.timeout(120)
 HOSTS = 4
 CHUNKS = 1000
 
