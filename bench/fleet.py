@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,7 @@ def run(trace: Trace, hosts: int, chunks: int, *, shared: bool, **losses: Any) -
 def simulate(trace: Trace) -> list[dict[str, Any]]:
     """Run every size of fleet."""
     rows = []
+    blocks = sum(len(entry.request.chain) for entry in trace.entries)
     duration_s = (trace.entries[-1].request.now_ns - trace.entries[0].request.now_ns) / 1e9
     for hosts in SIZES:
         alone = run(trace, hosts, CHUNKS, shared=False)
@@ -71,7 +73,7 @@ def simulate(trace: Trace) -> list[dict[str, Any]]:
                 "hosts": hosts,
                 "alone_hit_%": round(alone.hit_ratio(), 2),
                 "fleet_hit_%": round(fleet.hit_ratio(), 2),
-                "one_cache_hit_%": round(100 * whole.block_hit_ratio, 2),
+                "one_cache_hit_%": round(100 * whole.hits / blocks, 2),
                 "wrong_hints_%": round(100 * fleet.wrong / requests, 2),
                 "calls_a_request": round((counts["asks"] + counts["tells"]) / requests, 2),
                 "asks_a_request": round(counts["asks"] / requests, 2),
@@ -155,7 +157,9 @@ def chain_of(number: int) -> list[bytes]:
 
 async def measure(server: Redis) -> dict[str, float]:  # noqa: PLR0915 - one story
     """Measure the real calls against it."""
-    knobs = PeerKnobs(host="b", directory=f"unix://{server.path}", lookup_ms=1000.0)
+    knobs = PeerKnobs(
+        host="b", domain="b", directory=f"unix://{server.path}", lookup_ms=1000.0, heartbeat_s=1.0
+    )
     calls = RedisCalls(knobs)
     realm = b"r" * 32
     figures: dict[str, float] = {}
@@ -184,7 +188,7 @@ async def measure(server: Redis) -> dict[str, float]:  # noqa: PLR0915 - one sto
         other = Host("a", LOOKUPS * CHAIN, "lru", None)
         other.start(_no_clock(), group)
         told = RedisDirectory(
-            PeerKnobs(host="a", directory=knobs.directory, announce_per_s=1_000_000),
+            replace(knobs, host="a", domain="a", announce_per_s=1_000_000),
             other.catalog,
             MonotonicClock(),
             1,
