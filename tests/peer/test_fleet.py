@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench._fleet import Fleet, Host, wait_for
+from bench._fleet import PEER_PORT, Fleet, Host, wait_for
+from kvd.peer.membership import host_key, hosts_key, member, pack
 from tests.daemon_fixture import load, namespace, stamp, store, tokens
 
 if TYPE_CHECKING:
@@ -292,6 +293,25 @@ def test_without_redis_there_is_what_is_here(fleet: Fleet, client: Connect, seed
     fleet.start_redis()
     known(b, hashes, CHUNKS)
     assert load(b, hashes) == CHUNKS
+
+
+def test_a_forged_host_is_not_asked(fleet: Fleet) -> None:
+    """Whoever writes to the directory makes no host: one that cannot prove its name has no link."""
+    there = fleet.hosts["c"]
+    record = pack(member("test", "ghost", 7, f"{there.ip}:{PEER_PORT}", "rack"))
+    redis = ["ip", "netns", "exec", f"{fleet.tag}-redis", "redis-cli", "-h", fleet.redis_ip]
+    key = host_key("test", "ghost")
+    try:
+        subprocess.run([*redis, "-x", "SET", key], input=record, check=True, capture_output=True)
+        names = [*redis, "SADD", hosts_key("test"), "ghost"]
+        subprocess.run(names, check=True, capture_output=True)
+        wait_for(
+            lambda: "certificate" in fleet.hosts["b"].peer("ghost").get("state", ""), "refused", 20
+        )
+        assert fleet.hosts["b"].peer("c")["state"] == "ready"
+    finally:
+        subprocess.run([*redis, "DEL", key], check=True, capture_output=True)
+    wait_for(lambda: not fleet.hosts["b"].peer("ghost"), "forgotten", 20)
 
 
 def test_corrupted_bytes_are_not_believed(fleet: Fleet, client: Connect, seed: int) -> None:
