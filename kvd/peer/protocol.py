@@ -42,7 +42,8 @@ class Knobs(NamedTuple):
     Attributes:
         lease_ms: What the asker asks for; the holder may shorten nothing, only refuse.
         lease_share: Of the lease, what the asker uses: clocks may differ in rate.
-        answer_ms: Without a word for so long, the holder is taken for silent.
+        answer_ms: Without a word for so long, the holder is taken for silent; long enough for it
+            to bring a chunk up from a slow disk.
         read_ms: What one read gets, plus its bytes at a tenth of the learnt rate.
         floor_bytes_s: The rate taken before one was learnt.
         window_bytes: Landing at once, per peer: more would share the link, and the first come last.
@@ -57,7 +58,7 @@ class Knobs(NamedTuple):
 
     lease_ms: int = 30_000
     lease_share: float = 0.9
-    answer_ms: int = 2_000
+    answer_ms: int = 5_000
     read_ms: int = 2_000
     floor_bytes_s: float = 50e6
     window_bytes: int = 64 << 20

@@ -143,6 +143,30 @@ def test_a_longer_prefix_of_two_hosts(fleet: Fleet, client: Connect, seed: int) 
     assert load(b, hashes) == CHUNKS
 
 
+def test_a_copy_on_nvme_is_brought_up_for_another(fleet: Fleet, client: Connect, seed: int) -> None:
+    """What a restarted holder has on NVMe only, it promotes and gives."""
+    nvme = {"bytes": "256MiB", "region_bytes": "16MiB", "form": "raw"}
+    holder = fleet.host("d", host_bytes=256 << 20, tables={"nvme": nvme})
+    try:
+        holder.start()
+        d, b = client(holder), client(fleet.hosts["b"])
+        hashes = prefix(d, seed)
+        assert store(d, hashes) == CHUNKS
+        d.close()
+        assert holder.process is not None
+        holder.process.terminate()
+        holder.process.wait(30)
+        holder.start()
+        fleet.hosts["b"].wait_for_peer("d")
+        known(b, hashes, CHUNKS)
+        assert load(b, hashes) == CHUNKS
+        wait_for(lambda: holder.stat()["counters"]["promotions"] >= CHUNKS, "promoted", 5)
+        assert fetched(fleet.hosts["b"], "d") == CHUNKS
+    finally:
+        holder.kill()
+        del fleet.hosts["d"]
+
+
 def test_two_who_ask_at_once_fetch_once(fleet: Fleet, client: Connect, seed: int) -> None:
     """A second request for chunks that are under way waits for them; nothing is fetched twice."""
     a = client(fleet.hosts["a"])

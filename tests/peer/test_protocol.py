@@ -297,9 +297,9 @@ def test_a_caller_waits_no_longer_than_it_said() -> None:
 def test_a_silent_holder_is_given_up() -> None:
     """Without a word for the answer time the fetch ends, and the host is backed off."""
     f = Fetching()
-    actions = f.asker.tick(NOW + 3 * S)
+    actions = f.asker.tick(NOW + 6 * S)
     assert Ended(f.fetch, 0, "silent") in actions
-    assert f.asker.refusal(NOW + 3 * S) == "backing off"
+    assert f.asker.refusal(NOW + 6 * S) == "backing off"
 
 
 def test_a_lost_link_ends_all_fetches() -> None:
