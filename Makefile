@@ -73,6 +73,7 @@ bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time 
 	@$(PY) -m bench.peer
 	@$(PY) -m bench.replay
 	@$(PY) -m bench.fleet
+	@$(PY) -m bench.gpu || [ $$? = 3 ]
 	@$(PY) -m bench.ttft
 	@$(PY) -m bench.quality
 

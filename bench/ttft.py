@@ -3,6 +3,7 @@
     python -m bench.ttft --engine hf
     python -m bench.ttft --engine hf --rounds 5 --json
     python -m bench.ttft --engine vllm --json            # see bench/_vllm_ttft.py
+    python -m bench.ttft --device cuda --shape 8b --json # see bench/_gpu_ttft.py
 
 Each round takes two engine processes of the demo, which share a salt that no other round has:
 the first finds nothing, computes and stores; the second loads. Times are medians over the rounds.
@@ -21,7 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from bench import _vllm_ttft
+from bench import _gpu_ttft, _vllm_ttft
+from bench._table import report
 from kvd.demo import model, processes
 
 if TYPE_CHECKING:
@@ -84,9 +86,15 @@ def main() -> int:
         default="all",
         help="vllm: measure only a part",
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="hf: where")
+    parser.add_argument("--shape", choices=["demo", "8b"], default="demo", help="hf: which model")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if (arguments.device == "cuda") != (arguments.shape == "8b"):
+        parser.error("--device cuda and --shape 8b go together")
+    if arguments.device == "cuda":
+        return on_gpu(as_json=arguments.json)
     options = ["--tokens", str(arguments.tokens), "--new-tokens", "24"]
     try:
         model.gguf_folder()
@@ -99,6 +107,15 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     return show(figures, arguments.json)
+
+
+def on_gpu(*, as_json: bool) -> int:
+    """Measure an 8B-shaped model on a GPU; 3 where there is none."""
+    found = _gpu_ttft.run()
+    if isinstance(found, int):
+        return found
+    report("time to first token on a GPU", found, as_json=as_json)
+    return 0
 
 
 def show(figures: dict[str, Any], as_json: bool) -> int:  # noqa: FBT001 - a flag of the user's

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 STEP: Final = 2 * MIB
 ON_OFF = ("on", "off")
-KEYS = ("bytes", "device", "slab_bytes", "promote")
+VERIFY = {"off": 0, "sampled": 64, "always": 1}
+KEYS = ("bytes", "device", "slab_bytes", "promote", "verify")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class GpuKnobs:
         device: CUDA index of the GPU, as this process sees it.
         slab_bytes: Of one slab, a multiple of 2 MiB.
         promote: Whether the daemon brings up what engines ask for again.
+        verify: Of how many copies one is read back and compared; 0 for none.
     """
 
     size_bytes: int = 0
     device: int = 0
     slab_bytes: int = 256 * MIB
     promote: bool = True
+    verify: int = 64
 
     @property
     def slab_count(self) -> int:
@@ -51,15 +54,18 @@ def read(table: Table) -> GpuKnobs:
         device=table.integer("device", 0, 0, 63),
         slab_bytes=slab_bytes,
         promote=table.choice("promote", "on", ON_OFF) == "on",
+        verify=VERIFY[table.choice("verify", "sampled", VERIFY)],
     )
 
 
 def dump(knobs: GpuKnobs) -> list[str]:
     """Return the table's lines."""
+    verify = next(name for name, every in VERIFY.items() if every == knobs.verify)
     return [
         "[gpu]",
         f'bytes = "{format_size(knobs.size_bytes)}"',
         f"device = {knobs.device}",
         f'slab_bytes = "{format_size(knobs.slab_bytes)}"',
         f'promote = "{"on" if knobs.promote else "off"}"',
+        f'verify = "{verify}"',
     ]

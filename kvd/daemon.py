@@ -25,7 +25,6 @@ from kvd.admin.desk import Desk
 from kvd.ages import Ages
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
-from kvd.cold import ColdTier
 from kvd.errors import RefusedSession, StartError
 from kvd.events.feed import EventFeed
 from kvd.failpoints import maybe_fault, maybe_hang
@@ -43,8 +42,6 @@ from kvd.quota import Quota, Resource
 from kvd.statpage import StatPage
 from kvd.stats import gather
 from kvd.tiers.host import HostTier
-from kvd.tiers.nvme import NvmeStore
-from kvd.tiers.nvme_types import NvmeConfig
 from kvd.tiers.slab import SlabPool
 from kvd.types import OwnerId, SlabId, Tenant
 from kvd_client import wire
@@ -55,6 +52,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Coroutine
 
+    from kvd.cold import ColdTier
     from kvd.config import Config
     from kvd.entry import Space
     from kvd.peer.peers import Peers
@@ -133,6 +131,10 @@ class Daemon:
         self._bug: BaseException | None = None
 
     def _cold_tier(self) -> ColdTier:
+        from kvd.cold import ColdTier  # here, so that host memory alone needs fewer libraries
+        from kvd.tiers.nvme import NvmeStore
+        from kvd.tiers.nvme_types import NvmeConfig
+
         nvme = self.config.nvme
         config = NvmeConfig(
             Path(nvme.directory), nvme.size_bytes, nvme.region_bytes, threads=nvme.threads
@@ -449,7 +451,7 @@ class Daemon:
         notify.stopping()
         limits, nvme = self.config.limits, self.config.nvme
         self.loop.call_later(limits.drain_s + nvme.flush_s + GIVE_UP_S, self._give_up)
-        self.dispatcher.drain()
+        self.dispatcher.draining = True
         if self.peers is not None:
             self.peers.drain()
         self.loop.remove_reader(self.listener)
@@ -490,11 +492,8 @@ def run(config: Config) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     memory.set_undumpable()
 
-    async def main() -> bool:
-        await (daemon := Daemon(config, asyncio.get_running_loop())).serve()
-        return daemon.cold is not None and daemon.cold.store.hangs
+    async def main() -> None:
+        await Daemon(config, asyncio.get_running_loop()).serve()
 
-    if asyncio.run(main()):
-        _LOG.warning("left calls that hang")  # the interpreter's end would wait for their threads
-        os._exit(EXIT_GAVE_UP)
+    asyncio.run(main())
     return 0

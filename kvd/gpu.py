@@ -224,6 +224,8 @@ class GpuSide:
             "rising": self._rising,
             "falling": self.falling,
             "lost": self.lost,
+            "verified": tier.verified,
+            "differed": tier.differed,
             "bytes_up": tier.copied_bytes[True],
             "bytes_down": tier.copied_bytes[False],
             "pinned_bytes": tier.pinned_bytes,

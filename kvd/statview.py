@@ -145,6 +145,9 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     nvme = _map(stats, "nvme")
     if nvme:
         yield from _nvme(nvme)
+    gpu = _map(stats, "gpu")
+    if gpu:
+        yield from _gpu(gpu)
     directory = _map(stats, "directory")
     if directory:
         yield from _directory(directory)
@@ -300,6 +303,14 @@ def _moves(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
     wear = f"{written / read:.2f} bytes written for each one read" if read else "nothing read yet"
     kept = f"{size('bytes_rewritten')} rewritten, {size('bytes_cold_dropped')} given up for room"
     yield "wear", f"{wear}; {kept}"
+
+
+def _gpu(gpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    count, size = _getters(gpu)
+    yield "gpu", f"{_bar(gpu)}; {_text(gpu, 'state')}, {count('objects')} objects"
+    yield "", f"{size('bytes_down')} down, {size('bytes_up')} up, {count('lost')} stores lost"
+    if note := _text(gpu, "note"):
+        yield "", note
 
 
 def _bar(tier: dict[str, Any]) -> str:

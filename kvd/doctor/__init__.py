@@ -15,7 +15,7 @@ from kvd.doctor.base import CHECK_S, CHECKS, Check, Finding, Host, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MODULES: Final = ("kernel", "memory", "disk", "peer", "daemon", "engine")
+MODULES: Final = ("kernel", "memory", "disk", "gpu", "peer", "daemon", "engine")
 """Modules of this package with checks, in the order in which their findings are shown."""
 
 

@@ -22,6 +22,11 @@ GPU: Final = (
         "Stores whose copy down to host memory failed; they are not found.",
         one("gpu.lost"),
     ),
+    (
+        "kvd_gpu_verified_copies_total",
+        "Copies read back from the GPU and compared, by what came out.",
+        labelled("outcome", all="gpu.verified", differed="gpu.differed"),
+    ),
 )
 GPU_NOW: Final = (
     (

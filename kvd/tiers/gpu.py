@@ -14,7 +14,9 @@ Invariants:
 G1. A copy's `done` is called once: with OK after its event, REFUSED if it never began, LOST if the
     device failed meanwhile.
 G2. After a device error nothing is put on the GPU any more.
-G3. Host memory is unpinned, and GPU memory freed, only when no copy is under way.
+G3. A copy that is to be verified is OK only if what is read back from the GPU has the host slot's
+    hash.
+G4. Host memory is unpinned, and GPU memory freed, only when no copy is under way.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ class _Running(NamedTuple):
     copy: Copy
     event: int
     begun_s: float
+    due: bool
+    verifying: bool = False
 
 
 def open_device(index: int) -> Device:
@@ -112,6 +116,9 @@ class GpuTier:
         self.note = ""
         self.uuid = b""
         self.copied_bytes = {True: 0, False: 0}  # up, down
+        self.verified = self.differed = 0
+        self._copies = 0
+        self._scratch = 0
         self._host = host
         self._host_slab_bytes = host_slab_bytes
         self._on_slab = on_slab
@@ -224,7 +231,7 @@ class GpuTier:
                     return
                 copy = self._queue.popleft()
                 event = self._events.pop() if self._events else device.make_event()
-                self._running.append(_Running(copy, event, time.monotonic()))
+                self._running.append(_Running(copy, event, time.monotonic(), self._due()))
             host = self._pin(device, copy.host_slab) + copy.host_offset
             there = self._addresses[copy.gpu_slab] + copy.gpu_offset
             stream = self._streams[copy.up]
@@ -237,12 +244,51 @@ class GpuTier:
     def _look(self, device: Device) -> None:
         for running in list(self._running):
             if device.happened(running.event):
+                if running.due and not running.verifying:
+                    if not any(other.verifying for other in self._running):
+                        self._read_back(device, running)
+                    continue  # one at a time
                 self._running.remove(running)
                 self._events.append(running.event)
-                self.copied_bytes[running.copy.up] += running.copy.size_bytes
-                running.copy.done(Outcome.OK)
+                (self._compare if running.verifying else self._succeed)(running.copy)
             elif time.monotonic() - running.begun_s > LOST_S:
                 raise DeviceError(f"a copy did not end within {LOST_S:.0f} s")
+
+    def _due(self) -> bool:
+        """Tell whether the next copy is one to verify."""
+        every = self.knobs.verify
+        self._copies += 1
+        return bool(every) and self._copies % every == 0
+
+    def _read_back(self, device: Device, running: _Running) -> None:
+        """Copy what is on the GPU to memory of the tier's own; one at a time."""
+        copy = running.copy
+        if not self._scratch:
+            self._scratch = device.alloc_pinned(self._host_slab_bytes)
+        there = self._addresses[copy.gpu_slab] + copy.gpu_offset
+        stream = self._streams[False]
+        device.copy_out(self._scratch, there, copy.size_bytes, stream)
+        device.record(running.event, stream)
+        self._running.remove(running)
+        self._running.append(running._replace(verifying=True))
+
+    def _compare(self, copy: Copy) -> None:
+        """Compare both sides of a copy (G3)."""
+        import xxhash
+
+        kind = ctypes.c_char * copy.size_bytes
+        read = xxhash.xxh3_64_intdigest(memoryview(kind.from_address(self._scratch)))
+        view = self._host.view(copy.host_slab, copy.host_offset, copy.size_bytes)
+        self.verified += 1
+        if read == xxhash.xxh3_64_intdigest(view):
+            self._succeed(copy)
+        else:
+            self.differed += 1
+            copy.done(Outcome.REFUSED)
+
+    def _succeed(self, copy: Copy) -> None:
+        self.copied_bytes[copy.up] += copy.size_bytes
+        copy.done(Outcome.OK)
 
     def _pin(self, device: Device, slab: SlabId) -> int:
         """Return a host slab's address, pinned at its first use."""
@@ -255,7 +301,7 @@ class GpuTier:
         return address
 
     def _let_go(self, device: Device) -> None:
-        """Undo everything; nothing is under way (G3)."""
+        """Undo everything; nothing is under way (G4)."""
         for address in self._pinned.values():
             device.unregister(address)
         self._pinned.clear()

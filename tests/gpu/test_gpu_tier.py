@@ -217,6 +217,34 @@ def test_more_than_fits_goes_to_host_memory_and_the_oldest_make_room(
         assert np.array_equal(engine.content(list(range(32, 48))), content)
 
 
+@pytest.mark.parametrize("spoil", [False, True])
+def test_copies_are_read_back_and_compared(
+    spoil: bool,  # noqa: FBT001
+    make_daemon: Callable[..., DaemonProcess],
+    tmp_path: Path,
+) -> None:
+    """With `verify = "always"` each copy is read back; what differs is found by nobody."""
+    config = tmp_path / "kvd.toml"
+    config.write_text('[gpu]\nbytes = "16MiB"\nslab_bytes = "4MiB"\nverify = "always"\n')
+    daemon = make_daemon(arguments=["--config", str(config)])
+    daemon._command[1:3] = ["-m", "tests.gpu.gpu_daemon"]
+    daemon._command = ["env", f"TEST_GPU_SPOILS={int(spoil)}", *daemon._command]
+    daemon.start()
+    until(lambda: gpu(daemon)["ready_bytes"] == 16 << 20)
+    engine = Engine(daemon.socket, 1)
+    hashes = engine.client.chunk_hashes(tokens_of(3))
+    assert engine.kv.store(engine.client.reserve(hashes), list(range(12))).wait(10)
+    until(lambda: gpu(daemon)["verified"] == 3)
+    if spoil:
+        until(lambda: gpu(daemon)["lost"] == 3)
+        assert engine.client.lookup(hashes).chunks == 0
+        assert gpu(daemon)["differed"] == 3
+    else:
+        until(lambda: engine.client.lookup(hashes).chunks == 3)
+        assert gpu(daemon)["differed"] == 0
+    engine.close()
+
+
 ENGINE = """
 import sys
 from tests.gpu.test_gpu_tier import Engine, tokens_of

@@ -377,3 +377,59 @@ def test_steps_cover_every_plane_of_every_object_once(
                 assert (o, p) not in seen
                 seen.add((o, p))
     assert seen == {(o, p) for o in range(objects) for p in range(form.planes)}
+
+
+def test_an_8b_models_objects_are_cut_evenly() -> None:
+    """Exact and FP8 objects of 32 layers go through stages of 16 MiB in two equal parts."""
+    exact = Form(64, 16, 16 * 8 * 128 * 2)
+    coded = Form(64, 16, 16 * 8 * 128 * 2, Axes("bfloat16", 16, 8, 128))
+    for form in (exact, coded):
+        cut = {(s.plane, s.planes) for s in steps(form, 4, 16 << 20)}
+        assert cut == {(0, 32), (32, 32)}
+
+
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_slots_on_the_gpu_need_no_stage_wherever_they_lie(data: st.DataObject, seed: int) -> None:
+    """Slots in a row, apart, in falling order and among host slots: the same bytes come back."""
+    axes = data.draw(st.sampled_from([None, Axes("bfloat16", 16, 2, 32)]))
+    bench = Bench(seed=seed, axes=axes, stage=2)
+    count, size = data.draw(st.integers(1, 6)), -(-bench.form.object_bytes // 512) * 512
+    memory = np.full((9, size), 0x55, np.uint8)
+    places = data.draw(st.permutations(range(9)))[:count]
+    pieces = [
+        Piece(int(memory[p].ctypes.data), on_device=True, keep=memory[p][: bench.form.object_bytes])
+        if data.draw(st.booleans())
+        else bench.slot()
+        for p in places
+    ]
+    blocks = list(range(2 * count))
+    bench.run(bench.transfer("gather", blocks, pieces=pieces))
+    for index, piece in enumerate(pieces):
+        exact = bench.content(blocks[2 * index : 2 * index + 2])
+        if axes is None:
+            slot: Any = piece.keep
+            assert np.array_equal(slot, exact)
+        else:
+            relative(restored(bench, piece), exact)
+    others = list(range(12, 12 + 2 * count))
+    before = [bench.content(blocks[2 * i : 2 * i + 2]) for i in range(count)]
+    if axes is not None:
+        before = [restored(bench, piece) for piece in pieces]
+    load = bench.transfer("scatter", others, pieces=pieces, by_layer=data.draw(st.booleans()))
+    bench.run(load)
+    for index, content in enumerate(before):
+        assert np.array_equal(bench.content(others[2 * index : 2 * index + 2]), content)
+    used = {p for p, piece in zip(places, pieces, strict=True) if piece.on_device}
+    assert all((memory[p] == 0x55).all() for p in range(9) if p not in used)
+
+
+def test_slots_in_a_row_are_one_launch() -> None:
+    """What lies in a row in a slab is copied by one kernel."""
+    bench = Bench()
+    memory = np.zeros((4, bench.form.object_bytes), np.uint8)
+    pieces = [Piece(int(row.ctypes.data), on_device=True, keep=row) for row in memory]
+    launches = []
+    launch = bench.device.launch
+    bench.device.launch = lambda call, stream: (launches.append(call), launch(call, stream))[1]  # type: ignore[method-assign, func-returns-value]
+    bench.run(bench.transfer("gather", list(range(8)), pieces=pieces))
+    assert len(launches) == 1

@@ -19,7 +19,6 @@ from kvd.catalog import DAEMON
 from kvd.policies import POLICIES
 from kvd.prefix import warm_length
 from kvd.quota import Resource
-from kvd.trees import found_copy
 from kvd.types import Generation, OwnerId, Tenant
 from kvd_client.wire import Status
 from tests.state.catalog_model import (
@@ -439,7 +438,7 @@ class ColdMachine(CatalogMachine):
             for name, layout in LAYOUTS.items():
                 world = World(tenant, name)
                 rows = [
-                    found_copy(
+                    (
                         hash_of(p),
                         hash_of(p[:-1]) if p[:-1] else NAMESPACE,
                         (b.place, b.mask, b.lossy),
@@ -468,7 +467,8 @@ class ColdMachine(CatalogMachine):
         """Copies below, what is lossy and what is wanted are the model's."""
         if not hasattr(self, "catalog"):
             return
-        copies, lossy = {}, set()
+        copies = {}
+        lossy = set()
         for space in self.catalog.spaces.values():
             for chunk in space.chunks.values():
                 node = (self.world_of(chunk), path_of(chunk))

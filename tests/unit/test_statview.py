@@ -196,6 +196,28 @@ def test_shows_the_nvme_tier() -> None:
         assert word not in plain
 
 
+def test_shows_the_gpu_tier() -> None:
+    """How full it is, what it is doing, and why it failed; nothing without one."""
+    gpu = {
+        "state": "failed",
+        "note": "the device went away",
+        "capacity_bytes": 4 << 30,
+        "used_bytes": 1 << 30,
+        "objects": 32,
+        "lost": 2,
+        "bytes_up": 1 << 20,
+        "bytes_down": 1 << 30,
+    }
+    text = statview.render(snapshot({**STATS, "gpu": gpu}))
+    for part in (
+        "25 %, 1.00 GiB of 4.00 GiB; failed, 32 objects",
+        "1.00 GiB down, 1.00 MiB up, 2 stores lost",
+        "the device went away",
+    ):
+        assert part in text
+    assert "stores lost" not in statview.render(snapshot({**STATS, "gpu": None}))
+
+
 def test_says_when_the_nvme_tier_is_not_well() -> None:
     """A slow or closed tier, or one that cannot write its form, is noted above the figures."""
     for state in ("slow", "closed: No space left on device"):

@@ -32,12 +32,12 @@ from kvd_client.cuda.steps import COPY_BYTES_MIN, Step, stage_of, steps
 from kvd_client.cuda.transfer import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvd_client.cuda.device import Device
     from kvd_client.cuda.kernels import Call, Direction
     from kvd_client.cuda.pages import DevicePages
-    from kvd_client.cuda.transfer import Transfer
+    from kvd_client.cuda.transfer import Piece, Transfer
 
 STAGE_BYTES_DEFAULT: Final = 64 << 20
 """GPU memory for staging: four stages, two a direction."""
@@ -296,6 +296,9 @@ class Mover:
         layer = transfer.planes_a_layer if transfer.by_layer else 0
         form, pieces = transfer.form, transfer.pieces
         host = sum(not piece.on_device for piece in pieces)
+        if not host and not layer:  # no stage, so nothing to cut for
+            yield from (Step(first, count, 0, form.planes) for first, count in _runs(pieces, 0))
+            return
         shares = list(
             steps(
                 form,
@@ -308,8 +311,8 @@ class Mover:
         for (plane, planes), own in itertools.groupby(shares, key=lambda s: (s.plane, s.planes)):
             if host:
                 yield from own
-            for index in range(host, len(pieces)):
-                yield Step(index, 1, plane, planes)
+            for first, count in _runs(pieces, host):
+                yield Step(first, count, plane, planes)
 
     def _step(self, running: _Running, lane: _Lane, step: Step, behind: set[int]) -> int:
         """Put one step on the lane's next stream; return the event of its kernel."""
@@ -323,8 +326,9 @@ class Mover:
             behind.add(stream)
             self.device.wait(stream, transfer.after)  # M2
         if direct and not load and not step.plane and self._header:
-            slot, header = transfer.pieces[step.first].address, self._pinned + self._header_at
-            self.device.copy_in(slot, header, len(self._header), stream)
+            header = self._pinned + self._header_at
+            for piece in transfer.pieces[step.first : step.first + step.objects]:
+                self.device.copy_in(piece.address, header, len(self._header), stream)
         self.device.launch(self._call(running, step, stage), stream)
         moved = self._record(running, stream)
         if not load and not direct:
@@ -364,7 +368,7 @@ class Mover:
         if piece.on_device:
             objects = piece.address + form.codes_at + step.plane * form.plane_bytes
             scales = piece.address + form.scales_at + step.plane * form.scales_bytes
-            stride = 0  # a single object
+            stride = _distance(transfer.pieces, step.first) if step.objects > 1 else 0
         blocks = self._tables + self._fixed + running.slot * TABLE_BYTES
         bases = self._tables + 8 * step.plane
         strides = self._tables + 8 * (planes + step.plane)
@@ -398,3 +402,24 @@ class Mover:
             wide=fp8_wide(form.axes, paged, (objects, stride)),
             grid_max=self._grid_max,
         )
+
+
+def _distance(pieces: Sequence[Piece], index: int) -> int:
+    """Return how far behind a piece the next one lies."""
+    return pieces[index + 1].address - pieces[index].address
+
+
+def _runs(pieces: Sequence[Piece], start: int) -> Iterator[tuple[int, int]]:
+    """Cut the pieces from `start` on into runs at one distance, for one kernel each.
+
+    A copy of 32 MiB within the GPU takes no longer than a launch; what lies in a row in a slab, as
+    the chunks of one store do, is one copy.
+    """
+    while start < len(pieces):
+        end = start + 1
+        if end < len(pieces) and _distance(pieces, start) > 0:
+            step = _distance(pieces, start)
+            while end < len(pieces) and _distance(pieces, end - 1) == step:
+                end += 1
+        yield start, end - start
+        start = end

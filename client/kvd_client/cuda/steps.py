@@ -71,6 +71,8 @@ def steps(
     if planes_a_layer:
         wanted = -(-copy_bytes // max(1, form.plane_bytes * unit)) * unit
         whole = min(whole, max(unit, wanted))
+    parts = -(-form.planes // whole)
+    whole = min(whole, -(-form.planes // (parts * unit)) * unit)  # even parts: no tiny last one
     for plane in range(0, form.planes, whole):
         planes = min(whole, form.planes - plane)
         count = max(1, stage_bytes // stage_of(form, planes).stride)

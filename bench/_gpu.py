@@ -1,0 +1,281 @@
+"""What the GPU bench and checks share: a device, an engine's pages on it, a daemon beside.
+
+Everything goes through `kvd_client.cuda.device.Device`, so that the tests can run the same code
+with a fake GPU and small sizes. Needs torch, NumPy and msgpack; on a GPU also CuPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import kvd_client
+from bench._daemon import DaemonProcess
+from kvd_client.cuda.engine import DeviceKV
+from kvd_client.cuda.forms import fp8_layout
+from kvd_client.cuda.pages import DevicePages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Self
+
+    from kvd_client.cuda.device import Device
+    from kvd_client.cuda.transfer import Transfer
+
+NEEDED = ("torch", "numpy", "msgpack", "posix_ipc", "cupy")
+WAIT_S = 30.0
+
+
+class Shape(NamedTuple):
+    """An engine's KV: the default is an 8B-shaped Llama's, 128 KiB a token in bfloat16."""
+
+    layers: int = 32
+    heads: int = 8
+    dim: int = 128
+    page: int = 16
+    chunk: int = 256
+    tokens: int = 8192
+    blocks: int = 2048
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one plane."""
+        return self.page * self.heads * self.dim * 2
+
+    @property
+    def layout(self) -> kvd_client.Layout:
+        """As the client is told."""
+        size = 2 * self.layers * (self.chunk // self.page) * self.page_bytes
+        group = kvd_client.Group("full", self.layers, self.heads, self.dim, size)
+        return kvd_client.Layout(self.chunk, self.page, "bfloat16", (group,))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the KV of all tokens."""
+        return self.tokens * 4 * self.layers * self.heads * self.dim
+
+
+class NotHere(Exception):
+    """The device, or something needed, is missing; the text says what to do."""
+
+
+def real_device() -> Device:
+    """Open GPU 0; raises NotHere with the reason and the mend."""
+    missing = [name for name in NEEDED if not _importable(name)]
+    if missing:
+        raise NotHere(f"not installed: {', '.join(missing)}")
+    import torch
+
+    from kvd_client.cuda.cupy_device import CupyDevice
+    from kvd_client.cuda.device import DeviceError
+
+    if not torch.cuda.is_available():
+        raise NotHere("no CUDA device here: run this on a GPU host")
+    torch.cuda.init()
+    try:
+        device = CupyDevice(0)
+        device.prepare()
+    except DeviceError as error:
+        raise NotHere(str(error)) from error
+    return device
+
+
+def _importable(name: str) -> bool:
+    try:
+        __import__(name)
+    except ImportError:
+        return False
+    return True
+
+
+def machine() -> dict[str, Any]:
+    """Say on what this runs."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+    for name in ("torch", "cupy", "numpy", "transformers", "msgpack", "numba", "lmdb", "aiofiles"):
+        try:
+            found[name] = str(getattr(__import__(name), "__version__", "there"))
+        except Exception as error:  # noqa: BLE001 - a broken library must not hide the rest
+            found[name] = f"missing ({type(error).__name__})"
+    ask = "--query-gpu=name,driver_version,memory.total,pcie.link.gen.current"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(
+            ["nvidia-smi", ask, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        found["gpu"] = told.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        found["commit"] = told.stdout.strip()
+    return found
+
+
+class Engine:
+    """Paged KV in torch tensors, a client and its GPU side.
+
+    Attributes:
+        kv: (layers) tensors of (2, blocks, page, heads, dim), bfloat16.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        socket: str,
+        shape: Shape,
+        *,
+        where: str = "cuda",
+        fp8: bool = False,
+        seed: int = 0,
+        model: str = "bench",
+    ) -> None:
+        """Make tensors on `where` and connect."""
+        import torch
+
+        self.device, self.shape = device, shape
+        generator = torch.Generator(device=where).manual_seed(seed)
+        size = (2, shape.blocks, shape.page, shape.heads, shape.dim)
+        self.kv = [
+            torch.randn(size, generator=generator, device=where, dtype=torch.float32).bfloat16()
+            for _ in range(shape.layers)
+        ]
+        if where == "cuda":
+            torch.cuda.synchronize()
+        pages = DevicePages.from_layers(self.kv, "kv_blocks")
+        layout = fp8_layout(shape.layout) if fp8 else shape.layout
+        self.client = kvd_client.connect(
+            socket,
+            namespace=kvd_client.Namespace(model, "1", "bfloat16", lossy=fp8),
+            layout=layout,
+            required=True,
+            timeout_s=10.0,
+            wait_s=10.0,
+        )
+        self.side = DeviceKV(self.client, pages, device, page_layout=shape.layout if fp8 else None)
+
+    def hashes(self, seed: int, tokens: int = 0) -> list[bytes]:
+        """Hash a prompt of its own."""
+        count = tokens or self.shape.tokens
+        return self.client.chunk_hashes([seed, *range(count - 1)])
+
+    def blocks(self, seed: int, tokens: int = 0) -> list[int]:
+        """Choose scattered blocks for a prompt."""
+        import random
+
+        count = (tokens or self.shape.tokens) // self.shape.page
+        return random.Random(seed).sample(range(self.shape.blocks), count)
+
+    def store(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> Transfer:
+        """Reserve, gather and copy; over when it returns."""
+        transfer = self.side.store(self.client.reserve(hashes), blocks)
+        if not transfer.wait(WAIT_S):
+            raise AssertionError(f"a store ended as {transfer.state}: {self.side.mover.broken}")
+        return transfer
+
+    def stored(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Store, and wait until all of it is found."""
+        self.store(hashes, blocks)
+        until(lambda: self.client.lookup(hashes).chunks == len(hashes), "a store is not found")
+
+    def load(
+        self, hashes: Sequence[bytes], blocks: Sequence[int], *, by_layer: bool = False
+    ) -> Transfer:
+        """Acquire, copy and scatter; over when it returns."""
+        lease = self.client.acquire(hashes)
+        if lease.chunks != len(hashes):
+            raise AssertionError(f"{lease.chunks} of {len(hashes)} chunks can be loaded")
+        transfer = self.side.load(lease, blocks, by_layer=by_layer)
+        if not transfer.wait(WAIT_S):
+            raise AssertionError(f"a load ended as {transfer.state}: {self.side.mover.broken}")
+        return transfer
+
+    def content(self, blocks: Sequence[int]) -> list[Any]:
+        """Give the pages of these blocks, layer by layer."""
+        return [layer[:, list(blocks)].clone() for layer in self.kv]
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks."""
+        for layer in self.kv:
+            layer[:, list(blocks)] = 0
+
+    def __enter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """End; raises if a copy is still under way."""
+        ended = self.side.close()
+        self.client.close()
+        if not ended:
+            raise AssertionError("a copy is still under way at the end")
+
+
+def same(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    """Compare what `content` gave, bit by bit."""
+    import torch
+
+    return all(
+        torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, two, strict=True)
+    )
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Wait until it holds; AssertionError naming what did not come."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(what)
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def daemon(
+    host_bytes: int, gpu_bytes: int = 0, *, slab_bytes: int = 256 << 20, main: str = "kvd"
+) -> Iterator[DaemonProcess]:
+    """Run a daemon in a temporary directory, with a GPU tier if it has a size."""
+    with TemporaryDirectory(prefix="kvd-gpu-") as folder:
+        config = Path(folder) / "kvd.toml"
+        config.write_text(f"[gpu]\nbytes = {gpu_bytes}\nslab_bytes = {slab_bytes}\n")
+        running = DaemonProcess(
+            Path(folder), host_bytes=host_bytes, arguments=["--config", str(config)]
+        )
+        running._command[1:3] = [sys.executable, "-m", main][1:]  # noqa: SLF001 - our own process
+        running.start()
+        try:
+            if gpu_bytes:
+                until(lambda: gpu_state(running).get("ready_bytes") == gpu_bytes, "no GPU tier")
+            yield running
+        finally:
+            running.stop()
+            running.clean_up()
+
+
+def gpu_state(running: DaemonProcess) -> dict[str, Any]:
+    """Read what the daemon says of its GPU tier."""
+    from kvd import statpage
+    from kvd_client.paths import stat_page_name
+
+    told: Any = statpage.read(stat_page_name(running.socket)).stats["gpu"]
+    return dict(told or {})
