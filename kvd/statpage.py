@@ -116,8 +116,7 @@ class StatPage:
             here = os.fstat(shared.fd)
         finally:
             shared.close_fd()
-        pid = os.getpid()
-        _HEAD.pack_into(memory, 0, MAGIC, VERSION, 0, pid, _process(pid)[0], _boot_id())
+        write_head(memory, os.getpid())
         return cls(name, memory, (here.st_dev, here.st_ino))
 
     def write(self, stats: Mapping[str, object], now_ns: int) -> None:
@@ -138,6 +137,13 @@ class StatPage:
             shared.close_fd()
             if (here.st_dev, here.st_ino) == self._identity:
                 posix_ipc.unlink_shared_memory(self._name)
+
+
+def write_head(memory: Memory, pid: int) -> None:
+    """Say whose page it is; the magic last, so that nobody believes half of it (S3)."""
+    head = _HEAD.pack(MAGIC, VERSION, 0, pid, _process(pid)[0], _boot_id())
+    memory[len(MAGIC) : len(head)] = head[len(MAGIC) :]
+    memory[: len(MAGIC)] = MAGIC
 
 
 def sweep() -> int:

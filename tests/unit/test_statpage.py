@@ -298,3 +298,27 @@ def _until(holds: Any) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+class Recorded(bytearray):
+    """Memory that keeps what it was after each write."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.seen: list[bytes] = []
+
+    def __setitem__(self, where: Any, what: Any) -> None:
+        super().__setitem__(where, what)
+        self.seen.append(bytes(self))
+
+
+def test_the_magic_shows_a_whole_head() -> None:
+    """Whoever finds the magic, as another daemon that sweeps may at any moment, finds the pid with
+    it: a live daemon's page was swept when the pid came later.
+    """
+    memory = Recorded(4096)
+    statpage.write_head(memory, os.getpid())
+    whole = memory.seen[-1]
+    assert whole.startswith(statpage.MAGIC)
+    assert all(seen == whole for seen in memory.seen if seen.startswith(statpage.MAGIC))
+    assert statpage._HEAD.unpack_from(whole)[3] == os.getpid()
