@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--socket", help="kvd's socket (default: the usual place)")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spawn = multiprocessing.get_context("spawn")
     for _ in range(2):
         engine = spawn.Process(target=answer, args=(options.model, options.socket))
