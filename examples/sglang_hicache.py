@@ -75,9 +75,7 @@ def main() -> None:
     pool = Pool()
     shape = shape_of(pool, "kv")
     identity = describe(model, shape, ranks, b"", options=options)
-    store = PoolStore(
-        pool, shape, identity, socket=options.socket, wait_s=1.0, load_wait_s=options.load_wait_s
-    )
+    store = PoolStore(pool, shape, identity, socket=options.socket, wait_s=10.0, load_wait_s=10.0)
     keys = [chunk_hash(f"page {number}") for number in range(PAGES // 2)]
     tokens = torch.arange(PAGES * PAGE)
     source, target = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]

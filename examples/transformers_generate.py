@@ -72,11 +72,13 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a model's name or folder (default: random)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--socket", help="kvd's socket (default: the usual place)")
+    parser.add_argument("--answer-s", type=float, default=0.25, help="longest wait for kvd")
     arguments = parser.parse_args()
+    options = {"socket": arguments.socket, "answer_s": arguments.answer_s}
     model, tokenizer = load(arguments.model, arguments.device)
     text = "A lighthouse keeper writes in his log every evening. " * 60
     inputs = encode(tokenizer, [text], arguments.device)
-    with cached(model, socket=arguments.socket) as kvd:  # these are
+    with cached(model, **options) as kvd:  # these are
         answer = ask(model, kvd, "first time", inputs)  # the two lines
         again = ask(model, kvd, "again", inputs)
         print("the same answer:", bool((answer == again).all()))

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 LOAD_WAIT_S: Final = 5.0
 """Longest wait for a prefix that is there but may have to come up from NVMe."""
+FIRST_ANSWER_S: Final = 1.0
+"""Shortest wait for the daemon's greeting, which comes before any request."""
 REPORT_TOKENS_MIN: Final = 128
 """Fewer computed tokens are not reported: they take what a step takes, and tell of no rate."""
 
@@ -139,7 +141,13 @@ def connect_model(
     namespace = describe_model(model, revision, adapter, salt, identity, lossy=lossy)
     layout = plan.layout(chunk_tokens)
     path = None if socket is None else os.fspath(socket)
-    client = kvd_client.connect(path, namespace=namespace, layout=layout, wait_s=answer_s)
+    client = kvd_client.connect(
+        path,
+        namespace=namespace,
+        layout=layout,
+        timeout_s=max(FIRST_ANSWER_S, answer_s),
+        wait_s=answer_s,
+    )
     sizes = tuple(group.object_bytes for group in layout.groups)
     _known[client] = Known(weakref.ref(model), plan, weights_mark(model), chunk_tokens, sizes)
     return client

@@ -35,7 +35,7 @@ from tests.engines.hf_kit import (  # noqa: E402
     prompt,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SIXTEEN: dict[str, Any] = {"max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0}
 EIGHT: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}

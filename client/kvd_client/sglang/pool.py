@@ -103,6 +103,7 @@ class PoolStore:
             layout=identity.layout,
             rank=identity.rank,
             name=f"sglang {shape.name}",
+            timeout_s=max(1.0, wait_s),
             wait_s=wait_s,
         )
         self._load_wait_s = load_wait_s
