@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.kernels import NAMES, OPTIONS, SOURCE, THREADS
+from kvd_client.wire_gpu import UUID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,8 @@ class CupyDevice:
             raise
         except Exception as error:  # CuPy's own types, and what its loader raises
             raise DeviceError(f"CUDA does not work here: {error}") from error
-        self.uuid = bytes(properties["uuid"])[:16]
+        # CuPy gives a C string: shorter where the id has a zero byte, alike in every process.
+        self.uuid = bytes(properties["uuid"])[:UUID_BYTES].ljust(UUID_BYTES, b"\0")
         self.name = bytes(properties["name"]).rstrip(b"\0").decode(errors="replace")
         self.multiprocessors = int(properties["multiProcessorCount"])
 

@@ -15,6 +15,7 @@ from typing import Final
 from kvd_client.cuda.kernels import ARCHITECTURES, NAMES, OPTIONS, SOURCE
 
 _IN_WHEELS: Final = ("nvidia/cuda_nvrtc/lib", "nvidia/cu13/lib", "nvidia/cu12/lib")
+_CUPYS: Final = ("--device-as-default-execution-space",)  # what CuPy adds
 MISSING: Final = (
     "NVRTC is not installed: kernels.cu is not checked. pip install nvidia-cuda-nvrtc-cu12"
 )
@@ -55,7 +56,7 @@ def compile_source(library: ctypes.CDLL, source: str, architecture: str) -> byte
     made = library.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None)
     _check(library, made)
     try:
-        wanted = (f"--gpu-architecture={architecture}", *OPTIONS)
+        wanted = (f"--gpu-architecture={architecture}", *OPTIONS, *_CUPYS)
         packed = (ctypes.c_char_p * len(wanted))(*(option.encode() for option in wanted))
         result = library.nvrtcCompileProgram(program, len(wanted), packed)
         if result:
