@@ -47,11 +47,14 @@ class TransferKnobs:
 
     def shares(self, host: str, tenant: str, label: str) -> bool:
         """Tell whether a host may have what a tenant has under a label."""
-        if not any(fnmatchcase(host, pattern) for pattern in self.shared_with):
-            return False
+        matches = any(fnmatchcase(host, pattern) for pattern in self.shared_with)
+        return matches and self.gives(tenant, label)
+
+    def gives(self, tenant: str, label: str) -> bool:
+        """Tell whether some host may have what a tenant has under a label."""
         for rule in self.shared:
             name, _, pattern = rule.partition("/")
-            if name == tenant and fnmatchcase(label, pattern or "*"):
+            if name == tenant and (not pattern or fnmatchcase(label, pattern)):
                 return True
         return False
 

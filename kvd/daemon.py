@@ -147,7 +147,14 @@ class Daemon:
         except ImportError as error:
             msg = "peer.directory is set, but redis is not installed: pip install 'kvd[peer]'"
             raise StartError(msg) from error
-        return RedisDirectory(self.config.peer, self.catalog, self.clock, self.epoch)
+        shared = self.config.transfer
+        return RedisDirectory(
+            self.config.peer,
+            self.catalog,
+            self.clock,
+            self.epoch,
+            tells=lambda space: not shared.shared or shared.gives(space.tenant, space.label),
+        )
 
     def _peers(self) -> Peers:
         from kvd.peer.peers import Peers

@@ -9,7 +9,7 @@ Loop only. Every call ends within the time-outs of its connection, and raises on
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -74,6 +74,21 @@ _FAILURES: Final = (RedisError, RedisClusterException, OSError, TimeoutError, Va
 
 class Unreachable(Exception):
     """The directory did not do what it was asked to; the text says why."""
+
+
+class Calls(Protocol):
+    """What is called of the directory, see `RedisCalls`; each raises `Unreachable`."""
+
+    def servers(self) -> int: ...
+    async def ping(self) -> None: ...
+    async def ask(self, keys: Sequence[bytes]) -> list[tuple[int, ...] | None]: ...
+    async def tell(
+        self, number: int, entries: Sequence[tuple[bytes, bool]], ttl_s: int
+    ) -> tuple[int, int]: ...
+    async def beat(self, me: Member, ttl_s: float) -> Member | None: ...
+    async def leave(self, me: Member) -> None: ...
+    async def members(self) -> list[Member | None]: ...
+    async def close(self) -> None: ...
 
 
 def _why(error: BaseException) -> str:

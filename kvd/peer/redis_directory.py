@@ -16,7 +16,7 @@ import asyncio
 from dataclasses import asdict, dataclass
 from itertools import islice
 from random import SystemRandom
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvd import log
 from kvd.changes import tiers_of
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvd.config_peer import PeerKnobs
     from kvd.entry import Chunk, Space
     from kvd.peer.membership import Member
+    from kvd.peer.redis_calls import Calls
 
 _LOG = log.get("directory")
 _random = SystemRandom().random
@@ -103,19 +104,8 @@ class DirectoryCounters:
     twins: int = 0
 
 
-class Calls(Protocol):
-    """What is called of the directory, see `RedisCalls`; each raises `Unreachable`."""
-
-    def servers(self) -> int: ...
-    async def ping(self) -> None: ...
-    async def ask(self, keys: Sequence[bytes]) -> list[tuple[int, ...] | None]: ...
-    async def tell(
-        self, number: int, entries: Sequence[tuple[bytes, bool]], ttl_s: int
-    ) -> tuple[int, int]: ...
-    async def beat(self, me: Member, ttl_s: float) -> Member | None: ...
-    async def leave(self, me: Member) -> None: ...
-    async def members(self) -> list[Member | None]: ...
-    async def close(self) -> None: ...
+def _everything(_: Space) -> bool:
+    return True
 
 
 class RedisDirectory:
@@ -128,6 +118,7 @@ class RedisDirectory:
         clock: Clock,
         epoch: int,
         *,
+        tells: Callable[[Space], bool] = _everything,
         calls: Calls | None = None,
         random: Callable[[], float] = _random,
     ) -> None:
@@ -138,6 +129,7 @@ class RedisDirectory:
             catalog: What is held here.
             clock: Monotonic.
             epoch: Of this life of the daemon.
+            tells: Which spaces others are told of.
             calls: What is called in place of the server that `knobs` names.
             random: Gives 0 to 1, so that hosts do nothing in step.
 
@@ -149,6 +141,7 @@ class RedisDirectory:
         self.gate = Gate(random)
         self.counters = DirectoryCounters()
         self._knobs = knobs
+        self._tells = tells
         self._random = random
         self._catalog = catalog
         self._clock = clock
@@ -173,12 +166,12 @@ class RedisDirectory:
 
     def stored(self, space: Space, chunk: Chunk, tier: Tier) -> None:  # noqa: ARG002 - an observer
         """Hear that a tier has a chunk: news if no other had it."""
-        if len(tiers_of(chunk)) == 1:
+        if len(tiers_of(chunk)) == 1 and self._tells(space):
             self._changed(chunk)
 
     def removed(self, space: Space, chunk: Chunk, tier: Tier, reason: str) -> None:  # noqa: ARG002
         """Hear that a tier has a chunk no more: news if no other has it."""
-        if not tiers_of(chunk):
+        if not tiers_of(chunk) and self._tells(space):
             self._changed(chunk)
 
     def _changed(self, chunk: Chunk) -> None:
@@ -451,7 +444,7 @@ class RedisDirectory:
 
     def _held(self) -> Iterator[Chunk]:
         """Yield everything that is held, as it was when the sweep began."""
-        for space in list(self._catalog.spaces.values()):
+        for space in filter(self._tells, list(self._catalog.spaces.values())):
             for chunk in list(space.chunks.values()):
                 if tiers_of(chunk):
                     yield chunk

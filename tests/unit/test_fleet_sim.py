@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench._fleet_sim import Fleet
+from bench._fleet_sim import Fleet, Host, Server, SimClock
 from bench.replay import load
+from kvd.config_peer import PeerKnobs
 from kvd.log import PRIORITIES, Threshold
+from kvd.peer.redis_directory import RedisDirectory
 
 if TYPE_CHECKING:
     from kvd.trace import Trace
@@ -73,3 +75,26 @@ def test_losses_cost_hits_and_nothing_else(trace: Trace) -> None:
     assert not sum(s.fetched for s in during), "believed for seconds, then nobody is asked"
     assert sum(s.fetched for s in lost.samples if s.at_s > 2 * end_s / 3 + 6)
     assert whole.hosts[0].epoch == 2
+
+
+def test_what_is_not_shared_is_not_told() -> None:
+    """Of a space that nobody else may have, the directory hears nothing, not even in a sweep."""
+
+    async def main(*, shared: bool) -> int:
+        clock = SimClock()
+        server, host = Server(clock), Host("h0", CHUNKS, "lru", None)
+        async with asyncio.TaskGroup() as group:
+            host.start(clock, group)
+            knobs = PeerKnobs(host="h0", domain="h0")
+            directory = RedisDirectory(
+                knobs, host.catalog, clock, 1, tells=lambda _: shared, calls=server
+            )
+            host.keep([bytes([n]) * 32 for n in range(20)], 0)
+            for _ in range(50):
+                await directory.step()
+                clock.ns += 10**8
+            assert directory.counters.sweeps == 1
+        return len(server.entries)
+
+    assert asyncio.run(main(shared=True)) == 20
+    assert asyncio.run(main(shared=False)) == 0
