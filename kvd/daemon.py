@@ -37,6 +37,7 @@ from kvd.ipc.session import Session
 from kvd.lease import LeaseBook
 from kvd.lockfile import LockFile
 from kvd.metrics import Counters
+from kvd.peer.joining import join
 from kvd.pulse import Pulse
 from kvd.quota import Quota, Resource
 from kvd.statpage import StatPage
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from kvd.config import Config
     from kvd.entry import Space
     from kvd.peer.peers import Peers
-    from kvd.peer.redis_directory import RedisDirectory
     from kvd_client.identity import Layout
 
 _LOG = log.get("daemon")
@@ -103,7 +103,7 @@ class Daemon:
         self.leases = LeaseBook()
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
         self.cold = self._cold_tier() if config.nvme.size_bytes else None
-        self.directory = self._directory() if config.peer.directory else None
+        self.directory = join(config, self.catalog, self.clock, self.epoch)
         self.gpu = self._gpu_side() if config.gpu.size_bytes else None
         self.dispatcher = Dispatcher(
             self.catalog, self.leases, config.limits, self.clock, self.cold, gpu=self.gpu
@@ -140,21 +140,6 @@ class Daemon:
             Path(nvme.directory), nvme.size_bytes, nvme.region_bytes, threads=nvme.threads
         )
         return ColdTier(self.catalog, self.tier, NvmeStore(config, self.loop), nvme)
-
-    def _directory(self) -> RedisDirectory:
-        try:
-            from kvd.peer.redis_directory import RedisDirectory
-        except ImportError as error:
-            msg = "peer.directory is set, but redis is not installed: pip install 'kvd[peer]'"
-            raise StartError(msg) from error
-        shared = self.config.transfer
-        return RedisDirectory(
-            self.config.peer,
-            self.catalog,
-            self.clock,
-            self.epoch,
-            tells=lambda space: not shared.shared or shared.gives(space.tenant, space.label),
-        )
 
     def _peers(self) -> Peers:
         from kvd.peer.peers import Peers

@@ -1,0 +1,38 @@
+"""Joins a fleet: makes the directory that the configuration asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.errors import StartError
+
+if TYPE_CHECKING:
+    from kvd.catalog import Catalog
+    from kvd.clock import Clock
+    from kvd.config import Config
+    from kvd.peer.redis_directory import RedisDirectory
+
+
+def join(config: Config, catalog: Catalog, clock: Clock, epoch: int) -> RedisDirectory | None:
+    """Make the directory, which listens to the catalog from now on; None where there is none.
+
+    It is told of what is shared; of everything where `shared` is empty, for people to look at.
+
+    Raises:
+        StartError: Redis's library or the password file is missing.
+    """
+    if not config.peer.directory:
+        return None
+    try:
+        from kvd.peer.redis_directory import RedisDirectory
+    except ImportError as error:
+        msg = "peer.directory is set, but redis is not installed: pip install 'kvd[peer]'"
+        raise StartError(msg) from error
+    transfer = config.transfer
+    return RedisDirectory(
+        config.peer,
+        catalog,
+        clock,
+        epoch,
+        tells=lambda space: not transfer.shared or transfer.gives(space.tenant, space.label),
+    )
