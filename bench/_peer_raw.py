@@ -19,7 +19,7 @@ OBJECT_BYTES = 32 << 20
 OBJECTS = 32
 TOTAL_BYTES = OBJECTS * OBJECT_BYTES
 PORT = 7700
-IN_FLIGHT = 2
+IN_FLIGHT = 3
 """Reads posted at a time, as kvd does."""
 
 

@@ -6,7 +6,7 @@ Two daemons in two network namespaces on a bridge, Redis in a third; needs root,
 `redis-server`. One GiB a round, in 32 objects of 32 MiB, the three ways one after the other:
 
     raw_tcp     one plain socket, 4 MiB buffers
-    raw_nixl    NIXL as kvd tunes it, two reads at a time, nothing checked
+    raw_nixl    NIXL as kvd tunes it, three reads at a time, nothing checked
     kvd         from the acquire on host B to the lease over all 32 chunks, which host A stored: the
                 directory asked, keys asked, summed by A, read, summed by B, published
 

@@ -61,7 +61,7 @@ class Knobs(NamedTuple):
     answer_ms: int = 5_000
     read_ms: int = 2_000
     floor_bytes_s: float = 50e6
-    window_bytes: int = 64 << 20
+    window_bytes: int = 96 << 20
     reads_max: int = 32
     asks_max: int = 4
     ahead_bytes: int = 128 << 20
