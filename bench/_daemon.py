@@ -16,7 +16,7 @@ from kvd_client.paths import stat_page_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-START_S = 30.0
+START_S = 60.0
 
 
 class DaemonProcess:

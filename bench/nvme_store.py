@@ -143,7 +143,7 @@ async def _start(config: NvmeConfig) -> None:
     tier = NvmeStore(config, asyncio.get_running_loop())
     opened = tier.open()
     ready = time.perf_counter()
-    seen = sum(1 for _ in opened.entries)
+    seen = sum(1 for _, rows in opened.entries for _ in rows)
     iterate_s = time.perf_counter() - ready
     how = opened.report.how
     print(f"{how:8} {seen} rows: open {ready - began:.2f} s, iterate {iterate_s:.2f} s")

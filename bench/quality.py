@@ -1,6 +1,7 @@
 """What the cold forms do to a model's answers.
 
     python -m bench.quality [--json] [--tokens 4096] [--after 1024] [--new-tokens 200]
+                            [--threads 1] [--keep FILE]
 
 The demo's model (SmolLM2-135M-Instruct, computed in float32) reads the first part of a text; its KV
 is rounded to bfloat16, as engines keep it, cut into objects in the layout of
@@ -14,14 +15,21 @@ module's source (`argparse`).
     top1_agreement  of the tokens after the first part: the same most likely next token as bf16
     greedy          tokens generated on, without a teacher: the share that are the same as with bf16
                     at the same place, and how many are the same before the first that is not
-    retrieval       a five-digit key at several depths of 2,000 tokens of prose: the share of keys
+    retrieval       48 facts in four documents, see `bench/_recall.py`: the share of them of which
+                    the right word is likelier than those of the document's other facts.
+                    `_interval` is Wilson's, 95 %; `retrieval_paired_p` how likely a difference as
+                    between bf16 and FP8 is where there is none (McNemar, exact)
+    passkey         a five-digit key at several depths of 2,000 tokens of prose: the share of keys
                     of which every token is the likeliest, which is what greedy decoding gives;
-                    `_logprob` is the mean log-likelihood of a whole key. The last, incomplete
-                    chunk never leaves the engine
+                    `_logprob` is the mean log-likelihood of a whole key. Easy: it was chosen after
+                    bf16 and FP8 had both found all
     lossless        every bit of every object is compared
 
-On one thread: several take longer wherever somebody else wants a core, and their sums differ from
-run to run. `seconds` is how long it took.
+The last, incomplete chunk of a document never leaves the engine, and stays as it was computed.
+
+On one thread unless told otherwise: several take longer wherever somebody else wants a core, and
+their sums differ from run to run. `--keep` writes what is done to a file after each step; a run
+with the same file and numbers goes on from there. `seconds` is how long it took in all.
 """
 
 from __future__ import annotations
@@ -32,13 +40,15 @@ import math
 import os
 import random
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from bench import _recall
 from bench import codec as bench_codec
+from bench._steps import Steps
 from bench._table import report
 from kvd import codec
 
@@ -56,7 +66,6 @@ TEXTS: Final = ("pydoc_data.topics", "argparse")
 CHUNK_TOKENS: Final = bench_codec.CHUNK_TOKENS
 PIECE_TOKENS: Final = 512
 DEPTHS: Final = (1, 4, 7, 10, 13)  # paragraphs before the key, of 14 to 15
-KEYS_A_DEPTH: Final = 2
 NEEDLE: Final = "The pass key of the tower is {}."
 QUESTION: Final = "The pass key of the tower is"
 
@@ -83,7 +92,7 @@ class Prefix(NamedTuple):
 class Model:
     """The demo's model, with caches made by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
         """Load it."""
         import torch
         import transformers
@@ -92,7 +101,7 @@ class Model:
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         self._torch = torch
         self._net, self.tokenizer = demo_model.load()
 
@@ -143,17 +152,29 @@ class Model:
             best += logits.argmax(dim=-1).tolist()
         return losses, best
 
-    def answers(
-        self, layers: Layers, rest: Sequence[int], question: str, answer: str
-    ) -> tuple[bool, float]:
+    def answers(self, layers: Layers, question: str, answer: str) -> tuple[bool, float]:
         """Tell whether greedy decoding gives the answer, and the answer's log-likelihood."""
         asked, whole = self.ids(question), self.ids(question + answer)
         assert whole[: len(asked)] == asked
-        logits, _ = self.read([*rest, *whole], self.cache(layers))
-        logits = logits[len(rest) + len(asked) - 1 : -1]
+        logits, _ = self.read(whole, self.cache(layers))
+        logits = logits[len(asked) - 1 : -1]
         wanted = self._torch.tensor(whole[len(asked) :])
         logprob = logits.log_softmax(-1).gather(1, wanted.unsqueeze(1)).sum().item()
         return bool((logits.argmax(-1) == wanted).all()), float(logprob)
+
+    def likeliest(self, layers: Layers, question: str, answers: Sequence[str]) -> int:
+        """Return which answer the model would rather begin than the others."""
+        first = [self.ids(f" {answer}")[0] for answer in answers]
+        assert len(set(first)) == len(first), "answers that begin alike"
+        logits, _ = self.read(self.ids(question), self.cache(layers))
+        return int(logits[-1][self._torch.tensor(first)].argmax())
+
+    def further(self, layers: Layers, ids: Sequence[int]) -> Layers:
+        """Return the KV once more tokens have been read."""
+        if not ids:
+            return layers
+        _, cache = self.read(ids, self.cache(layers))
+        return [(layer.keys, layer.values) for layer in cache.layers]
 
     def generate(self, layers: Layers, ids: Sequence[int], count: int) -> list[int]:
         """Read the last tokens of a prompt and go on greedily, also past an end token."""
@@ -218,10 +239,15 @@ class Forms:
         wide = kv.float()
         return [(pair[0].unsqueeze(0), pair[1].unsqueeze(0)) for pair in wide]
 
-    @property
-    def error(self) -> float:
-        """FP8's relative error over everything so far."""
-        return float(np.sqrt(self._squares[0] / self._squares[1]))
+    def account(self) -> dict[str, Any]:
+        """Return what became of the KV since the last account."""
+        found = {
+            "objects": self.objects,
+            "bit_exact": self.bit_exact,
+            "squares": self._squares.tolist(),
+        }
+        self.objects, self.bit_exact, self._squares = 0, True, np.zeros(2)
+        return found
 
 
 # ------------------------------------------------------------------------- what is asked
@@ -239,42 +265,46 @@ def first_other(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-def texts(model: Model, forms: Forms, counts: tuple[int, int, int]) -> Figures:
-    """Measure perplexity and agreement."""
+def of_text(model: Model, forms: Forms, module: str, counts: tuple[int, int, int]) -> Figures:
+    """Measure perplexity and agreement on one text."""
     tokens, after, new_tokens = counts
-    losses: dict[str, list[float]] = {"f32": [], "bf16": [], "fp8": []}
-    top1, greedy, same = [], [], []
-    figures: Figures = {}
-    for module in TEXTS:
-        progress(f"{module}: reading {tokens} tokens")
-        ids = model.ids(text_of(module)[: 12 * (tokens + after)])[: tokens + after]
-        assert len(ids) == tokens + after, "the text is too short"
-        prefix = model.prefix(ids[:tokens])
-        rounded, near = forms.through(prefix.layers)
-        own: dict[str, list[float]] = {}
-        best: dict[str, list[int]] = {}
-        for name, layers in (("f32", prefix.layers), ("bf16", rounded), ("fp8", near)):
-            progress(f"{module}: {name}, {after} tokens on")
-            own[name], best[name] = model.losses(layers, ids[tokens:])
-            losses[name] += own[name]
-            progress(f"{module}: {name}, perplexity {perplexity(own[name]):.4f}")
-            figures[f"{name}_perplexity_{module.rpartition('.')[2]}"] = perplexity(own[name])
-        top1.append(share_same(best["bf16"], best["fp8"]))
-        progress(f"{module}: generating {new_tokens} tokens twice")
-        start = ids[tokens : tokens + 1]
-        answers = [model.generate(layers, start, new_tokens) for layers in (rounded, near)]
-        greedy.append(share_same(*answers))
-        same.append(first_other(*answers))
-        progress(f"{module}: top 1 {top1[-1]:.4f}, greedy {greedy[-1]:.3f}, {same[-1]} alike first")
-    f32, bf16, fp8 = (perplexity(losses[name]) for name in ("f32", "bf16", "fp8"))
+    ids = model.ids(text_of(module)[: 12 * (tokens + after)])[: tokens + after]
+    assert len(ids) == tokens + after, "the text is too short"
+    prefix = model.prefix(ids[:tokens])
+    rounded, near = forms.through(prefix.layers)
+    losses: dict[str, list[float]] = {}
+    best: dict[str, list[int]] = {}
+    for name, layers in (("f32", prefix.layers), ("bf16", rounded), ("fp8", near)):
+        losses[name], best[name] = model.losses(layers, ids[tokens:])
+    start = ids[tokens : tokens + 1]
+    answers = [model.generate(layers, start, new_tokens) for layers in (rounded, near)]
+    return forms.account() | {
+        "losses": losses,
+        "top1": share_same(best["bf16"], best["fp8"]),
+        "greedy": share_same(*answers),
+        "same_first": first_other(*answers),
+    }
+
+
+def texts(done: dict[str, Any]) -> Figures:
+    """Put the texts' results together."""
+    figures: Figures = {
+        f"{name}_perplexity_{module.rpartition('.')[2]}": perplexity(losses)
+        for module, found in done.items()
+        for name, losses in found["losses"].items()
+    }
+    f32, bf16, fp8 = (
+        perplexity([loss for found in done.values() for loss in found["losses"][name]])
+        for name in ("f32", "bf16", "fp8")
+    )
     return figures | {
         "bf16_perplexity": bf16,
         "fp8_perplexity": fp8,
         "fp8_perplexity_cost_pct": 100 * (fp8 / bf16 - 1),
         "bf16_perplexity_cost_pct": 100 * (bf16 / f32 - 1),
-        "fp8_top1_agreement": sum(top1) / len(top1),
-        "fp8_greedy_agreement": sum(greedy) / len(greedy),
-        "fp8_greedy_same_first": same,
+        "fp8_top1_agreement": sum(found["top1"] for found in done.values()) / len(done),
+        "fp8_greedy_agreement": sum(found["greedy"] for found in done.values()) / len(done),
+        "fp8_greedy_same_first": [found["same_first"] for found in done.values()],
     }
 
 
@@ -284,52 +314,96 @@ def perplexity(losses: Iterable[float]) -> float:
     return math.exp(sum(values) / len(values))
 
 
-def retrieval(model: Model, forms: Forms) -> Figures:
+def both(model: Model, forms: Forms, text: str) -> tuple[dict[str, Layers], int]:
+    """Read a document; return its KV as bfloat16 and after FP8, by name, and its tokens."""
+    ids = model.ids(text)
+    whole = len(ids) // CHUNK_TOKENS * CHUNK_TOKENS
+    pair = forms.through(model.prefix(ids[:whole]).layers)
+    read = [model.further(layers, ids[whole:]) for layers in pair]
+    return dict(zip(("bf16", "fp8"), read, strict=True)), len(ids)
+
+
+def passkey(model: Model, forms: Forms, depth: int, key: str) -> Figures:
     """Hide a key in the demo's document, and ask for it."""
     from kvd.demo.text import DOCUMENT
 
-    right: dict[str, list[bool]] = {"bf16": [], "fp8": []}
-    likely: dict[str, list[float]] = {"bf16": [], "fp8": []}
-    order = random.Random(0)
-    tokens = 0
-    for depth in DEPTHS * KEYS_A_DEPTH:
-        key = str(order.randrange(10_000, 100_000))
-        paragraphs = DOCUMENT.split("\n\n")
-        paragraphs.insert(depth, NEEDLE.format(key))
-        document = model.ids("\n\n".join(paragraphs) + "\n\n")
-        tokens = len(document)
-        whole = tokens // CHUNK_TOKENS * CHUNK_TOKENS
-        progress(f"a key after {depth} of {len(paragraphs)} paragraphs")
-        variants = forms.through(model.prefix(document[:whole]).layers)
-        for name, layers in zip(right, variants, strict=True):
-            answered, logprob = model.answers(layers, document[whole:], QUESTION, f" {key}")
-            right[name].append(answered)
-            progress(f"{name}: {'right' if answered else 'wrong'}, {logprob:.3f}")
-            likely[name].append(logprob)
-    figures: Figures = {"retrieval_asked": len(right["fp8"]), "retrieval_tokens": tokens}
-    for name, answered_all in right.items():
-        figures[f"{name}_retrieval"] = sum(answered_all) / len(answered_all)
-        figures[f"{name}_retrieval_logprob"] = sum(likely[name]) / len(likely[name])
+    paragraphs = DOCUMENT.split("\n\n")
+    paragraphs.insert(depth, NEEDLE.format(key))
+    variants, _ = both(model, forms, "\n\n".join(paragraphs) + "\n\n")
+    answers = {name: model.answers(kv, QUESTION, f" {key}") for name, kv in variants.items()}
+    return forms.account() | answers
+
+
+def recall(model: Model, forms: Forms, prose: str, seed: int) -> Figures:
+    """Ask for every fact of a document."""
+    made = _recall.document(prose, lambda text: len(model.ids(text)), seed)
+    variants, tokens = both(model, forms, made.text)
+    right = {
+        name: [
+            model.likeliest(kv, _recall.ASK.format(who), made.words) == index
+            for index, who in enumerate(made.names)
+        ]
+        for name, kv in variants.items()
+    }
+    return forms.account() | right | {"tokens": tokens}
+
+
+def passkeys(done: dict[str, Any]) -> Figures:
+    """Put the keys' results together."""
+    figures: Figures = {"passkey_asked": len(done)}
+    for name in ("bf16", "fp8"):
+        found = [one[name] for one in done.values()]
+        figures[f"{name}_passkey"] = sum(right for right, _ in found) / len(found)
+        figures[f"{name}_passkey_logprob"] = sum(logprob for _, logprob in found) / len(found)
     return figures
 
 
-def progress(text: str) -> None:
-    """Say what is done now."""
-    print(f"bench.quality: {text}", file=sys.stderr, flush=True)
+def recalls(done: dict[str, Any]) -> Figures:
+    """Put the documents' results together."""
+    right = {
+        name: [fact for one in done.values() for fact in one[name]] for name in ("bf16", "fp8")
+    }
+    asked = len(right["bf16"])
+    figures: Figures = {
+        "retrieval_asked": asked,
+        "retrieval_tokens": max(one["tokens"] for one in done.values()),
+        "retrieval_paired_p": _recall.paired_p(right["bf16"], right["fp8"]),
+    }
+    for name, found in right.items():
+        figures[f"{name}_retrieval"] = sum(found) / asked
+        figures[f"{name}_retrieval_interval"] = _recall.interval(sum(found), asked)
+    return figures
 
 
-def measure(tokens: int, after: int, new_tokens: int) -> Figures:
+def measure(counts: tuple[int, int, int], threads: int, keep: Path | None) -> Figures:
     """Measure everything; see the module for the names."""
-    started = time.perf_counter()
-    model, forms = Model(), Forms()
-    figures: Figures = {"tokens": tokens, "after": after, "new_tokens": new_tokens}
-    figures |= texts(model, forms, (tokens, after, new_tokens))
-    figures |= retrieval(model, forms)
+    numbers = dict(zip(("tokens", "after", "new_tokens"), counts, strict=True))
+    steps = Steps("bench.quality", keep, {**numbers, "facts": [_recall.FACT, _recall.FACTS]})
+    model, forms = Model(threads), Forms()
+    order = random.Random(0)
+    keys = [(depth, str(order.randrange(10_000, 100_000))) for depth in DEPTHS]
+    prose = text_of(TEXTS[0])
+    read = {
+        module: steps.run(f"text {module}", partial(of_text, model, forms, module, counts))
+        for module in TEXTS
+    }
+    facts = {
+        f"facts {seed}": steps.run(f"facts {seed}", partial(recall, model, forms, prose, seed))
+        for seed in range(_recall.DOCUMENTS)
+    }
+    hidden = {
+        f"key {depth}": steps.run(f"key {depth}", partial(passkey, model, forms, depth, key))
+        for depth, key in keys
+    }
+    accounts = [*read.values(), *facts.values(), *hidden.values()]
+    figures: Figures = {**numbers, "threads": threads}
+    figures |= texts(read) | recalls(facts) | passkeys(hidden)
+    error, whole = (sum(found["squares"][index] for found in accounts) for index in (0, 1))
     return figures | {
-        "fp8_relative_error": forms.error,
-        "lossless_bit_exact": forms.bit_exact,
-        "objects": forms.objects,
-        "seconds": time.perf_counter() - started,
+        "fp8_relative_error": math.sqrt(error / whole),
+        "lossless_bit_exact": all(found["bit_exact"] for found in accounts),
+        "objects": sum(found["objects"] for found in accounts),
+        "seconds": steps.seconds,
         "load_average": os.getloadavg()[0],
     }
 
@@ -341,6 +415,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="of the first part")
     parser.add_argument("--after", type=int, default=1024, help="read after it")
     parser.add_argument("--new-tokens", type=int, default=200, help="generated after it")
+    parser.add_argument("--threads", type=int, default=1, help="of the model")
+    parser.add_argument("--keep", type=Path, help="a file for what is done, to go on from")
     arguments = parser.parse_args()
     tokens: int = arguments.tokens
     if tokens < CHUNK_TOKENS or tokens % CHUNK_TOKENS or tokens + arguments.after > 8192:
@@ -348,7 +424,8 @@ def main() -> int:
     from kvd.demo.model import ModelMissing
 
     try:
-        figures = measure(tokens, arguments.after, arguments.new_tokens)
+        counts = (tokens, arguments.after, arguments.new_tokens)
+        figures = measure(counts, arguments.threads, arguments.keep)
     except ModelMissing as missing:
         print(missing, file=sys.stderr)
         return 2

@@ -48,13 +48,14 @@ from kvd.tiers.region import BLOCK, FORM_RAW, RegionHeader, Space, encode_space
 from kvd.tiers.rows import KEY_BYTES, ROW, ROW_BYTES, checks, words_of
 from kvd.tiers.slab import SlabPool
 from kvd.tiers.storefiles import encode_clean, identify, prepare_region, take
+from kvd.trees import found_copy
 from kvd.types import Tenant
 from kvd_client.identity import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvd.trees import Cold
+    from kvd.trees import Found
 
 TENANT: Final = "default"
 CHAIN_CHUNKS: Final = 128
@@ -275,18 +276,16 @@ def filled_catalog(count: int) -> tuple[Catalog, float]:
     catalog.cold_readable = True
     space = catalog.enter(tenant, namespace().id, "", layout())
 
-    def rows() -> Iterator[tuple[bytes, bytes, Cold]]:
+    def rows() -> Iterator[Found]:
         for entry in entries(count):
             place = (entry.region, entry.offset_bytes, RECORD_BYTES, entry.generation)
-            yield entry.chunk, bytes(entry.parent), (place, 1, False)
+            yield found_copy(entry.chunk, bytes(entry.parent), (place, 1, False))
 
     if catalog.restore(space, rows()):
         raise RuntimeError("the catalog has left entries out")
     size = sys.getsizeof(space.chunks)
     for chunk in space.chunks.values():
-        assert chunk.cold is not None
-        size += sys.getsizeof(chunk) + sys.getsizeof(chunk.hash) + sys.getsizeof(chunk.cold)
-        size += 2 * sys.getsizeof(chunk.cold[3])  # offset and generation; the rest is shared
+        size += sys.getsizeof(chunk) + sys.getsizeof(chunk.hash) + sys.getsizeof(chunk.cold_place)
     return catalog, size / count
 
 

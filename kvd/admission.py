@@ -40,7 +40,7 @@ class Admissions:
 
     def admits(self, chunk: Chunk) -> bool:
         """Whether a chunk is worth a write; what something written depends on always is."""
-        if any(child.cold is not None or child.moves for child in chunk.children()):
+        if any(child.cold_bytes or child.moves for child in chunk.children()):
             return True
         return self._of(chunk.space.tenant).admits(chunk.hash)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvd.metrics import Counters
     from kvd.tiers.slab import SlabPool
-    from kvd.trees import Cold
+    from kvd.trees import Cold, Found
     from kvd.types import Generation, Tenant
     from kvd_client.identity import Layout
 
@@ -107,8 +107,7 @@ class Catalog:
         """
         self.eviction.touched(space, hashes)
         chain, usable = hashes, self.usable(space, hashes)
-        chunks = space.chunks
-        held = [chunk for key in chain[first:usable] if (chunk := chunks.get(key))]
+        held = [chunk for key in chain[first:usable] if (chunk := space.chunks.get(key))]
         if len(held) != max(0, usable - first):
             return ()  # hashes that are no chain: T1 says that a real one has every node
         left = self.quota.left(space.tenant, Resource.PINNED_BYTES)
@@ -309,6 +308,7 @@ class Catalog:
         if owner > DAEMON:  # promotions and fetches have counters of their own
             self.counters.objects_published += 1
             self.counters.bytes_published += slot.size_bytes
+            self.eviction.stored(chunk)
         if self.changes.heard and chunk.mask == chunk.space.full_mask:
             self.changes.stored(chunk, HOST)
         self._touch(chunk)
@@ -465,7 +465,7 @@ class Catalog:
         chunk.moves -= 1
         self._settle(chunk, chunk.warm)
 
-    def restore(self, space: Space, rows: Iterable[tuple[bytes, bytes, Cold]]) -> list[Chunk]:
+    def restore(self, space: Space, rows: Iterable[Found]) -> list[Chunk]:
         """Put what the tier below holds into an empty space, see `plant`."""
         broken = plant(space, rows)
         if self.changes.heard:

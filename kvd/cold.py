@@ -96,6 +96,7 @@ class ColdTier:
         """
         maybe_fault("open.before")
         opened = self.store.open()
+        self.forms.begin_warm_up()  # while the trees are put up: the first promotion needs it
         maybe_fault("open.before_restore")
         count, self._broken = restore(self._catalog, opened, self._space)
         maybe_fault("open.after_restore")
@@ -108,7 +109,7 @@ class ColdTier:
         self._group = group
         if self._broken:
             group.create_task(self._delete(self._broken))
-        await self.forms.warm_up()
+        await self.forms.warmed_up()
         while True:
             self.turned_ns = self._now_ns()
             await maybe_stall("mover.turn")
@@ -188,7 +189,9 @@ class ColdTier:
             behind = self._knobs.write_behind and self._knobs.admission == "all"
             idle = behind and not self._promotions
             while (short or idle or self._flushing) and self._demotions < DEMOTIONS_MAX:
-                chunk = eviction.demotable(tenant) if self.store.writable else None
+                if not self.store.writable:
+                    break
+                chunk = eviction.demotable(tenant, heads=self._flushing or not short)
                 if chunk is None:
                     break
                 if not self._admission.admits(chunk):
@@ -277,11 +280,11 @@ class ColdTier:
         if slots is None:
             self.wake()
             return False
-        assert chunk.cold is not None
+        assert chunk.cold_bytes
         self._promotions[chunk] = [done]
-        self.queued_bytes += chunk.cold[2]
+        self.queued_bytes += chunk.cold_bytes
         assert self._group is not None
-        self._group.create_task(self._promote(chunk, slots, chunk.cold[2]))
+        self._group.create_task(self._promote(chunk, slots, chunk.cold_bytes))
         return True
 
     def leave(self, chunk: Chunk, done: Done) -> None:
@@ -299,8 +302,9 @@ class ColdTier:
         read, ref, took_s = False, None, 0.0
         try:
             async with self._turn:
-                if self._promotions[chunk] and chunk.cold is not None:
-                    start, ref = self._now_ns(), Ref(*chunk.cold)  # it may have moved meanwhile
+                place = chunk.cold  # it may have moved meanwhile
+                if self._promotions[chunk] and place is not None:
+                    start, ref = self._now_ns(), Ref(*place)
                     maybe_fault("promote.before_read")
                     await self._read(chunk, slots, ref)
                     maybe_fault("promote.after_read")

@@ -443,7 +443,7 @@ class Daemon:
         notify.stopping()
         limits, nvme = self.config.limits, self.config.nvme
         self.loop.call_later(limits.drain_s + nvme.flush_s + GIVE_UP_S, self._give_up)
-        self.dispatcher.draining = True
+        self.dispatcher.drain()
         if self.peers is not None:
             self.peers.drain()
         self.loop.remove_reader(self.listener)
@@ -484,8 +484,11 @@ def run(config: Config) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     memory.set_undumpable()
 
-    async def main() -> None:
-        await Daemon(config, asyncio.get_running_loop()).serve()
+    async def main() -> bool:
+        await (daemon := Daemon(config, asyncio.get_running_loop())).serve()
+        return daemon.cold is not None and daemon.cold.store.hangs
 
-    asyncio.run(main())
+    if asyncio.run(main()):
+        _LOG.warning("left calls that hang")  # the interpreter's end would wait for their threads
+        os._exit(EXIT_GAVE_UP)
     return 0

@@ -17,6 +17,7 @@ E3. An object is written once: PUBLISHED has no way back to RESERVED.
 
 from __future__ import annotations
 
+import struct
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,15 @@ if TYPE_CHECKING:
     from kvd.types import Generation, OwnerId, SlabId, Tenant
     from kvd_client.identity import Layout
 
+    Place = tuple[int, int, int, int]
+    """Region, offset, length and generation of a cold copy."""
+
 
 ALIGN_BYTES = 4096
 """Places begin and end at pages, so that O_DIRECT and DMA can use them."""
+PLACE = struct.Struct("<IQQ")
+"""Region, offset and generation of a cold copy, packed: a million tuples of numbers would take
+twice as much."""
 SIZES_MAX = 64
 """Masks whose bytes a space remembers."""
 
@@ -241,7 +248,8 @@ class Chunk:
         moves: Moves under way between the tiers; it stays while there is one.
         size_bytes: Bytes of its objects in host slots.
         lossy_mask: Columns in host slots that went through a lossy form (`Slot.lossy`).
-        cold: Place of the cold copy; None without one.
+        cold_place: Place of the cold copy, packed; None without one.
+        cold_bytes: Its length there; 0 without one.
         cold_mask: Columns of the cold copy.
         cold_lossy: Whether the cold copy is lossy.
         cold_used: Whether it was asked for since the cold copy was written.
@@ -252,9 +260,10 @@ class Chunk:
     """
 
     __slots__ = (
-        "cold",
+        "cold_bytes",
         "cold_lossy",
         "cold_mask",
+        "cold_place",
         "cold_used",
         "dirty_bytes",
         "filling",
@@ -294,7 +303,8 @@ class Chunk:
         self.moves = 0
         self.size_bytes = 0
         self.lossy_mask = 0
-        self.cold: tuple[int, int, int, int] | None = None
+        self.cold_place: bytes | None = None
+        self.cold_bytes = 0
         self.cold_mask = 0
         self.cold_lossy = False
         self.cold_used = False
@@ -304,6 +314,22 @@ class Chunk:
         self.tick = 0
         if parent is not None:
             self.join(parent)
+
+    @property
+    def cold(self) -> Place | None:
+        """Where the cold copy lies; made anew each time, so ask once."""
+        if self.cold_place is None:
+            return None
+        region, offset_bytes, generation = PLACE.unpack(self.cold_place)
+        return region, offset_bytes, self.cold_bytes, generation
+
+    @cold.setter
+    def cold(self, place: Place | None) -> None:
+        if place is None:
+            self.cold_place, self.cold_bytes = None, 0
+        else:
+            region, offset_bytes, self.cold_bytes, generation = place
+            self.cold_place = PLACE.pack(region, offset_bytes, generation)
 
     def join(self, parent: Chunk) -> None:
         """Become a child; for a node that has no parent yet and is not warm."""
@@ -379,7 +405,7 @@ class Chunk:
             or self.filling
             or self.pins
             or self.moves
-            or self.cold is not None
+            or self.cold_place is not None
             or self.first_child is not None
         )
 
@@ -390,7 +416,7 @@ class Chunk:
         assert parent is None or parent.space.chunks.get(parent.hash) is parent, "T1"
         assert parent is None or any(child is self for child in parent.children()), "T1"
         assert self.warm_children == sum(child.warm for child in self.children()), "T4"
-        assert (self.cold is None) == (not self.cold_mask), "T4"
+        assert (self.cold_place is None) == (not self.cold_mask) == (not self.cold_bytes), "T4"
         mask = filling = size_bytes = 0
         for column, slot in self.slots.items():
             assert slot.chunk is self, "T3"

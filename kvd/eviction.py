@@ -9,8 +9,13 @@ until then, and a store that finds nothing clean is refused in part and wakes th
 (`pressed`). Without a tier below, or when it takes nothing, dirty ones go as well: the host tier
 never stands still because of a disk.
 
+What a session has just stored is *young* for GRACE_S: another rank, or the next batch, may be about
+to add what makes it whole, and a policy that learns may rank the newest lowest. So young chunks are
+held back from the policy; when there is nothing else, the one used longest ago stops being young.
+
 V1. The policy knows exactly the chunks with objects, and as evictable all that are, except for
-    those passed over; what is pinned or moves may still count as evictable, and is skipped.
+    those passed over and those that are young; what is pinned or moves may still count as
+    evictable, and is skipped.
 V2. The bytes counted as dirty are those of chunks that are neither clean nor unwanted.
 
 Pure.
@@ -18,6 +23,7 @@ Pure.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd import policies
@@ -45,10 +51,15 @@ def _is_demotable(chunk: Chunk) -> bool:
     return bool(chunk.mask) and not (_free_to_go(chunk) or chunk.filling or chunk.moves)
 
 
+GRACE_S = 5.0
+"""How long the parts of a chain may be apart: some batches, or ranks one after the other."""
+
+
 class _Orders(NamedTuple):
     policy: Policy[Key]
     passed_over: set[Chunk]
     demotable: LeafLru
+    young: LeafLru
 
 
 class Eviction:
@@ -68,17 +79,27 @@ class Eviction:
         self._pool = pool
         self._evict = evict
         self._orders: dict[tuple[Tenant, frozenset[int]], _Orders] = {}
+        self._young: dict[Chunk, int] = {}
+        self._ages: deque[tuple[int, Chunk]] = deque()
         self.demoting = False
         self.dirty_bytes: dict[Tenant, int] = dict.fromkeys(pool.shares, 0)
         """Bytes in host slots that are the only copy and wanted below, a tenant."""
         self.pressed: set[Tenant] = set()
         """Tenants that found no room since the demoter looked last."""
 
+    def _is_young_leaf(self, chunk: Chunk) -> bool:
+        return chunk.evictable and chunk in self._young
+
     def _of(self, space: Space) -> _Orders:
         key = (space.tenant, space.strides)
         orders = self._orders.get(key)
         if orders is None:
-            orders = _Orders(policies.make(self._policy), set(), LeafLru(_is_demotable))
+            orders = _Orders(
+                policies.make(self._policy),
+                set(),
+                LeafLru(_is_demotable),
+                LeafLru(self._is_young_leaf),
+            )
             self._orders[key] = orders
         return orders
 
@@ -101,16 +122,38 @@ class Eviction:
             if chunk.told:
                 chunk.told = False
                 policy.removed(key)
+            self._young.pop(chunk, None)
             return
         if not chunk.told:
             chunk.told = True
             above = chunk.parent
             parent = (above.space, above.hash) if above is not None and above.told else None
             policy.inserted(key, parent, self.now_ns)
-        if chunk.evictable:
-            policy.evictable(key)
-        else:
+        if not chunk.evictable:
             policy.held(key)
+        elif chunk in self._young:
+            policy.held(key)
+            orders.young.offer(chunk)
+        else:
+            policy.evictable(key)
+
+    def stored(self, chunk: Chunk) -> None:
+        """Hear that a session has published objects of a chunk; before it is offered."""
+        self._young[chunk] = until_ns = self.now_ns + int(GRACE_S * 1e9)
+        self._ages.append((until_ns, chunk))
+
+    def _let_grow(self) -> None:
+        """Let time pass over the young."""
+        while self._ages and self._ages[0][0] <= self.now_ns:
+            until_ns, chunk = self._ages.popleft()
+            if self._young.get(chunk) == until_ns:
+                self._grown(chunk, self._of(chunk.space))
+
+    def _grown(self, chunk: Chunk, orders: _Orders) -> None:
+        """Treat a young chunk as any other from now on."""
+        del self._young[chunk]
+        if chunk.evictable and chunk not in orders.passed_over:
+            orders.policy.evictable((chunk.space, chunk.hash))
 
     def touched(self, space: Space, hashes: Sequence[bytes]) -> None:
         """Hear of a request's use of a chain, hits and misses; once a request."""
@@ -122,10 +165,18 @@ class Eviction:
         policy, passed_over = orders.policy, orders.passed_over
         if not self.demoting:
             for chunk in passed_over:
-                if chunk.told and chunk.evictable:
+                if chunk.told and chunk.evictable and chunk not in self._young:
                     policy.evictable((chunk.space, chunk.hash))
             passed_over.clear()
-        while (key := policy.victim()) is not None:
+        self._let_grow()
+        while True:
+            key = policy.victim()
+            if key is None:
+                young = orders.young.victim()
+                if young is None:
+                    return None
+                self._grown(young, orders)
+                continue
             chunk = key[0].chunks[key[1]]
             if not chunk.evictable:
                 policy.held(key)  # it was pinned or began to move; it is told again at the end
@@ -134,16 +185,25 @@ class Eviction:
                 return chunk
             policy.held(key)
             passed_over.add(chunk)  # until it is clean, or the tier below takes nothing in
-        return None
 
-    def demotable(self, tenant: Tenant) -> Chunk | None:
-        """Return the tenant's chunk to demote next."""
+    def demotable(self, tenant: Tenant, *, heads: bool = False) -> Chunk | None:
+        """Return the tenant's chunk to demote next: the one used longest ago.
+
+        Args:
+            tenant: Whose.
+            heads: Begin with the first chunk of its prefix that could be demoted as well, so that
+                what was written is of use if the rest never is (ADR 0014). Else tails come first,
+                as they are the first that can be evicted.
+        """
         found = [
             chunk
             for (whose, _), orders in self._orders.items()
             if whose == tenant and (chunk := orders.demotable.victim())
         ]
-        return min(found, key=lambda chunk: chunk.tick, default=None)
+        chunk = min(found, key=lambda chunk: chunk.tick, default=None)
+        while heads and chunk is not None and chunk.parent and _is_demotable(chunk.parent):
+            chunk = chunk.parent
+        return chunk
 
     def begin_demoting(self, chunks: Iterable[Chunk]) -> None:
         """The tier below takes in from now on: what is dirty waits for it."""
@@ -232,6 +292,8 @@ class Eviction:
         """Recount V1; raises AssertionError."""
         for orders in self._orders.values():
             orders.policy.check()
+        assert all(chunk.mask for chunk in self._young), "V1"
+        assert {chunk for _, chunk in self._ages} >= self._young.keys(), "V1"
         for space in spaces:
             for chunk in space.chunks.values():
                 assert chunk.told == bool(chunk.mask), "V1"

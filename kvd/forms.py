@@ -18,6 +18,7 @@ from kvd.tiers.region import FORM_RAW, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from kvd.codec import Form
     from kvd.entry import Slot, Space
@@ -63,6 +64,7 @@ class Forms:
         self._view_of = view_of
         self._take = take
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+        self._warming: Future[None] | None = None
         self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
         self._zstd: dict[Form, Rate] = {}
         self._unzstd: dict[Form, Rate] = {}
@@ -71,10 +73,15 @@ class Forms:
         if wanted not in codec.available_forms():
             self.note = f"form {wanted} needs numba and zstandard: writing raw"
 
-    async def warm_up(self) -> None:
-        """Compile what is needed before it is."""
+    def begin_warm_up(self) -> None:
+        """Compile what is needed before it is, in a thread: 0.5 s, some more the first time."""
         if self._wanted != "raw" and not self.note:
-            await asyncio.get_running_loop().run_in_executor(self._pool, codec.warm_up)
+            self._warming = self._pool.submit(codec.warm_up)
+
+    async def warmed_up(self) -> None:
+        """Wait for what `begin_warm_up` began."""
+        if self._warming is not None:
+            await asyncio.wrap_future(self._warming)
 
     def close(self) -> None:
         """Wait for the threads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.cost import Load
 from kvd.identity import presence, usable_prefix
 
 if TYPE_CHECKING:
@@ -23,12 +24,18 @@ def usable_chunks(space: Space, hashes: Sequence[bytes], *, cold: bool) -> int:
     chunks = space.chunks
     full = space.full_mask
     complete = 0
+    above: Chunk | None = None
     for key in hashes:
-        chunk = chunks.get(key)
+        # The next of a chain hangs on the last, and most chunks have one child: to follow the tree
+        # spares the table, whose every probe misses the cache once it has a million entries.
+        chunk = above.first_child if above is not None else None
+        if chunk is None or chunk.hash != key:
+            chunk = chunks.get(key)
         if chunk is None or (
             chunk.mask != full and not (cold and chunk.mask | chunk.cold_mask == full)
         ):
             break
+        above = chunk
         complete += 1
     if complete == len(hashes) or space.prefix_only:
         return complete  # all of it, or cut at the first hole: no rule says otherwise
@@ -52,3 +59,17 @@ def warm_length(space: Space, chunks: Sequence[Chunk], first: int) -> int:
         return next((i for i, chunk in enumerate(chunks) if chunk.mask != full), len(chunks))
     masks = [space.full_mask] * first + [chunk.mask for chunk in chunks]
     return max(0, usable_prefix(presence(masks, space.layout.columns), space.rules) - first)
+
+
+def present(space: Space, hashes: Sequence[bytes]) -> tuple[list[Chunk], int]:
+    """Return the chunks of a usable prefix, and how many of them, from the first on, are warm."""
+    chunks = [chunk for key in hashes if (chunk := space.chunks.get(key))]
+    return chunks, next((i for i, chunk in enumerate(chunks) if not chunk.ready), len(chunks))
+
+
+def load_of(space: Space, chunks: Sequence[Chunk], count: int) -> Load:
+    """Return what it takes to load a prefix of `count` chunks of which `chunks` are here."""
+    cold = sum([chunk.cold_bytes for chunk in chunks if not chunk.ready])
+    host = sum([chunk.size_bytes for chunk in chunks])
+    peer = max(0, count - len(chunks)) * space.bytes_of(space.full_mask)
+    return Load(count * space.layout.chunk_tokens, host, cold, peer)

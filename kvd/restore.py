@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from kvd.entry import PLACE
 from kvd.types import Tenant
 from kvd_client.identity import Layout
 
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
 
     from kvd.catalog import Catalog
     from kvd.entry import Space
-    from kvd.tiers.nvme_types import Opened
+    from kvd.tiers.nvme_types import Entry, Opened
     from kvd.tiers.region import Space as StoredSpace
-    from kvd.trees import Cold
+    from kvd.trees import Found
 
     Broken = list[tuple[bytes, bytes, int]]
 
@@ -44,13 +43,13 @@ def restore(
     count, broken = 0, []
     gc.disable()  # a million nodes, none of them garbage
     try:
-        for key, rows in groupby(opened.entries, key=itemgetter(0)):
+        for key, rows in opened.entries:
             stored = opened.spaces.get(key)
             space = _enter(catalog, stored) if stored is not None else None
             if space is not None:
                 entered(space)
             if space is None or space.chunks:
-                broken += [(row[0], row[1], row[8]) for row in rows]
+                broken += [(key, row[0], PLACE.unpack(row[3])[2]) for row in rows]
                 continue
             for chunk in catalog.restore(space, _copies(rows)):
                 assert chunk.cold is not None
@@ -74,13 +73,12 @@ def _enter(catalog: Catalog, stored: StoredSpace) -> Space | None:
     return catalog.enter(Tenant(stored.tenant), stored.namespace, stored.label, layout)
 
 
-def _copies(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[bytes, bytes, Cold]]:
+def _copies(rows: Iterable[Entry]) -> Iterator[Found]:
     """Turn rows of the index into what the catalog takes; equal numbers are one object."""
     shared: dict[object, Any] = {}
     share = shared.setdefault
-    for _, chunk, parent, mask, region, _, offset, length, generation, _, hint, _ in rows:
+    for chunk, parent, mask, place, length, hint in rows:
         columns = shared.get(mask)
         if columns is None:
             columns = shared[mask] = int.from_bytes(mask, "little")
-        place = (share(region, region), offset, share(length, length), generation)
-        yield chunk, parent, (place, columns, bool(hint & HINT_LOSSY))
+        yield chunk, parent, place, share(length, length), columns, bool(hint & HINT_LOSSY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.entry import Chunk
+from kvd.entry import PLACE, Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,14 +13,23 @@ if TYPE_CHECKING:
 
 Cold = tuple[tuple[int, int, int, int], int, bool]
 """A copy in the tier below: its place, its columns, whether it is lossy."""
+Found = tuple[bytes, bytes, bytes, int, int, bool]
+"""A copy found at a start: chunk, parent, place (as `kvd.entry.PLACE`), length, columns, lossy."""
 
 
-def plant(space: Space, rows: Iterable[tuple[bytes, bytes, Cold]]) -> list[Chunk]:
+def found_copy(chunk: bytes, parent: bytes, cold: Cold) -> Found:
+    """Give a copy as a start finds it."""
+    (region, offset_bytes, length_bytes, generation), mask, lossy = cold
+    return chunk, parent, PLACE.pack(region, offset_bytes, generation), length_bytes, mask, lossy
+
+
+def plant(space: Space, rows: Iterable[Found]) -> list[Chunk]:
     """Put what the tier below holds into an empty space.
 
     Args:
         space: Where.
-        rows: Chunk hash, parent hash and copy, in any order; fastest the oldest first.
+        rows: In any order; fastest the oldest first, and what is near in time is then near in
+            memory, where look-ups find it sooner.
 
     Returns:
         Chunks left out again because the chain above them is broken (the catalog's T1).
@@ -28,9 +37,10 @@ def plant(space: Space, rows: Iterable[tuple[bytes, bytes, Cold]]) -> list[Chunk
     chunks, root = space.chunks, space.namespace
     assert not chunks
     early = []  # before their parent, which is rare where rows come as they were written
-    for key, parent, (place, mask, lossy) in rows:
+    for key, parent, place, length, mask, lossy in rows:
         chunk = chunks[key] = Chunk(key, space, None)
-        chunk.cold, chunk.cold_mask, chunk.cold_lossy = place, mask, lossy
+        chunk.cold_place, chunk.cold_bytes = place, length
+        chunk.cold_mask, chunk.cold_lossy = mask, lossy
         if parent != root:
             above = chunks.get(parent)
             if above is None:

@@ -13,6 +13,7 @@ import msgpack
 from kvd.catalog import Catalog
 from kvd.cold import ColdTier
 from kvd.config_nvme import NvmeKnobs
+from kvd.entry import PLACE
 from kvd.metrics import Counters
 from kvd.quota import Quota, Resource
 from kvd.tiers.buffers import Buffers
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.tiers.disk import TierError
     from kvd.tiers.host import HostTier
     from kvd.tiers.nvme import NvmeStore
+    from kvd.tiers.nvme_types import Entry
 
     Scene = Callable[["World"], Coroutine[Any, Any, None]]
 
@@ -113,18 +115,15 @@ class FakeStore:
 
     def open(self) -> Opened:
         """Return what is in the index."""
-        rows = [
-            (
-                *(space, key, self.records[ref.generation].parent),
-                sum(1 << part.column for part in self.records[ref.generation].parts).to_bytes(
-                    32, "little"
-                ),
-                *(ref.region, 0, ref.offset_bytes, ref.length_bytes, ref.generation, 0),
-                *(self.records[ref.generation].hint, 0),
-            )
-            for (space, key), ref in sorted(self.index.items())
-        ]
-        return Opened(dict(self.spaces), iter(rows), Report())
+        found: dict[bytes, list[Entry]] = {}
+        for (space, key), ref in sorted(self.index.items(), key=lambda item: item[1].generation):
+            record = self.records[ref.generation]
+            mask = sum(1 << part.column for part in record.parts).to_bytes(32, "little")
+            place = PLACE.pack(ref.region, ref.offset_bytes, ref.generation)
+            row = (key, record.parent, mask, place, ref.length_bytes, record.hint)
+            found.setdefault(space, []).append(row)
+        rows = ((space, iter(part)) for space, part in found.items())
+        return Opened(dict(self.spaces), rows, Report())
 
     async def write(self, bundle: Bundle, *, rewrite: bool = False) -> Ref:
         """Keep a bundle, once the gate is open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd.entry import PLACE
 from kvd.tiers.nvme import Bundle, Corrupt, NvmeConfig, NvmeStore, Part, Ref, Space
 from tests.simdisk import LazyExecutor, SimDisk, SimPlace
 
@@ -75,10 +76,16 @@ def held(opened: Opened) -> dict[Key, tuple[Ref, int]]:
     spaces = {space.key: number for number, space in enumerate(SPACES)}
     assert set(opened.spaces) <= set(spaces)
     found = {}
-    for row in opened.entries:
-        key = Key(spaces[row[0]], int.from_bytes(row[1][:4], "big"))
-        assert (key.chunk_hash, key.parent) == (row[1], row[2])
-        found[key] = (Ref(row[4], row[6], row[7], row[8]), row[10])
+    for space_key, rows in opened.entries:
+        newest = 0
+        for chunk, parent, _, place, length, hint in rows:
+            key = Key(spaces[space_key], int.from_bytes(chunk[:4], "big"))
+            assert (key.chunk_hash, key.parent) == (chunk, parent)
+            region, offset, generation = PLACE.unpack(place)
+            assert key not in found
+            assert generation > newest, "the oldest comes first"
+            newest = generation
+            found[key] = (Ref(region, offset, length, generation), hint)
     return found
 
 

@@ -138,9 +138,9 @@ class Desk:
             if chunk.mask:
                 host[0] += 1
                 host[1] += chunk.size_bytes
-            if chunk.cold is not None:
+            if chunk.cold_bytes:
                 nvme[0] += 1
-                nvme[1] += chunk.cold[2]
+                nvme[1] += chunk.cold_bytes
         layout = space.layout
         return [
             space_id(space),
@@ -204,7 +204,7 @@ class Desk:
             chunk.parent.hash if chunk.parent is not None else b"",
             tiers(chunk),
             chunk.size_bytes,
-            chunk.cold[2] if chunk.cold is not None else 0,
+            chunk.cold_bytes,
             int(bool(chunk.lossy_mask) or chunk.cold_lossy),
             chunk.pins,
             state,
@@ -222,7 +222,7 @@ class Desk:
 
 def tiers(chunk: Chunk) -> int:
     """Return the mask of the tiers that have something of a chunk."""
-    return (HOST if chunk.mask else 0) | (NVME if chunk.cold is not None else 0)
+    return (HOST if chunk.mask else 0) | (NVME if chunk.cold_bytes else 0)
 
 
 async def _slowly(chunks: list[Chunk]) -> AsyncIterator[Chunk]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvd.cost import Load, Rates, sooner_by_peer
+from kvd.cost import Rates, sooner_by_peer
 from kvd.failpoints import maybe_fault
 from kvd.ipc.waiting import Fetching, Waiting
 from kvd.lease import Lease
 from kvd.places import places_of
-from kvd.prefix import warm_length
+from kvd.prefix import load_of, present, warm_length
 from kvd.quota import Resource
 from kvd.types import Generation, LeaseId, OwnerId
 from kvd_client import wire, wire_gpu
@@ -144,12 +144,11 @@ class Dispatcher:
 
     def _worth(self, space: Space, hashes: list[bytes], here: int, more: int) -> int:
         """Return how much is faster to load than to compute: what is here, and `more` elsewhere."""
-        chunks = [chunk for key in hashes[:here] if (chunk := space.chunks.get(key))]
-        warm = next((i for i, chunk in enumerate(chunks) if not chunk.ready), len(chunks))
+        chunks, warm = present(space, hashes[:here])
         if not more and (warm == len(chunks) or self._riser is None):
             return here  # from host memory it always is
         lengths = {self._catalog.usable(space, hashes[:warm]), here, here + more} - {0}
-        offers = [(n, self._load(space, chunks[:n], n)) for n in sorted(lengths)]
+        offers = [(n, load_of(space, chunks[:n], n)) for n in sorted(lengths)]
         return space.gate.worth(offers, self._rates(peers=bool(more)))
 
     def _rates(self, *, peers: bool) -> Rates:
@@ -161,20 +160,12 @@ class Dispatcher:
 
     def _from_peers(self, space: Space, hashes: list[bytes], here: int) -> int:
         """Return from which chunk on others are asked; for what lies below, if it is slower."""
-        chunks = [chunk for key in hashes[:here] if (chunk := space.chunks.get(key))]
-        warm = next((i for i, chunk in enumerate(chunks) if not chunk.ready), len(chunks))
-        cold = sum([chunk.cold[2] for chunk in chunks[warm:] if chunk.cold and not chunk.ready])
+        chunks, warm = present(space, hashes[:here])
+        cold = sum([chunk.cold_bytes for chunk in chunks[warm:] if not chunk.ready])
         raw = sum([chunk.weight_bytes - chunk.size_bytes for chunk in chunks[warm:]])
         if cold and sooner_by_peer(cold, raw, self._rates(peers=True)):
             return warm
         return here
-
-    @staticmethod
-    def _load(space: Space, chunks: list[Chunk], count: int) -> Load:
-        cold = sum([chunk.cold[2] for chunk in chunks if chunk.cold and not chunk.ready])
-        host = sum([chunk.size_bytes for chunk in chunks])
-        peer = max(0, count - len(chunks)) * space.bytes_of(space.full_mask)
-        return Load(count * space.layout.chunk_tokens, host, cold, peer)
 
     def _prefill(self, caller: Caller, ask: wire.Prefill) -> wire.StatusReply:
         caller.space.gate.prefill.observe(ask.tokens, ask.micros / 1e6)
@@ -303,12 +294,13 @@ class Dispatcher:
     ) -> wire.AcquireReply:
         """Grant a lease over as many of pinned chunks as are usable in host slots.
 
-        Args:
-            caller: Who asks.
-            ask: For what.
-            chunks: Pinned for it.
-            cold: Those of them that came up from the tier below for it.
+        What was allowed when it was asked for may not be any more once it has waited. `cold` are
+        those chunks that came up from the tier below for it.
         """
+        refusal = self._lease_refusal(caller)
+        if refusal is not Status.OK:
+            self._catalog.unpin(chunks)
+            return _no_lease(ask.request, ask.first, refusal)
         usable = warm_length(caller.space, chunks, ask.first)
         self._catalog.unpin(chunks[usable:])
         if not usable:
@@ -474,6 +466,14 @@ class Dispatcher:
         for waiting in late:
             self._finish(waiting)
         self._catalog.sweep(now_ns)
+
+    def drain(self) -> None:
+        """Take nothing in any more; what waits for the disk or other hosts is refused at once."""
+        self.draining = True
+        for waiting in [w for every in self._waiting.values() for w in every]:
+            self._finish(waiting)
+        for fetching in [f for every in self._fetching.values() for f in every]:
+            self._fetched(fetching)
 
     def leave(self, caller: Caller) -> None:
         """Forget what a session waits for; its promotions go on for the others, or end."""

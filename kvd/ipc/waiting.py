@@ -1,7 +1,8 @@
 """Acquires that wait: for promotions, or first for other hosts. Answered once.
 
-An acquire that waits for promotions is answered when the last has ended or time is up. One that
-waits for other hosts holds what is here meanwhile, and is then dealt with as if it had just come.
+An acquire that waits for promotions is answered when the last has ended, time is up or a drain
+begins. One that waits for other hosts holds what is here meanwhile, and is then dealt with as if it
+had just come.
 
 W1. While it waits, an acquire owns the pins on its chunks; afterwards its lease does, or nobody.
 W2. It is answered exactly once, and not at all if its session has gone.

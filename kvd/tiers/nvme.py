@@ -63,7 +63,7 @@ from kvd.tiers.transfer import Loaded, Want, read_bundle, write_record
 from kvd.tiers.upkeep import Upkeep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from concurrent.futures import Executor
 
     from _typeshed import WriteableBuffer
@@ -131,6 +131,8 @@ class NvmeStore:
             ThreadPoolExecutor(1, thread_name_prefix="index"),
         )
         self._watch = Watch()
+        self.hangs = False
+        """Calls had not returned when `close` did."""
         self._calls = Calls(loop, self._pool, self._watch)
         self._rolling = asyncio.Lock()
         self._sequence = 0
@@ -183,8 +185,7 @@ class NvmeStore:
         )
         self.health.begin()
         _LOG.info("nvme open", how=found.report.how, entries=found.report.entries)
-        entries: Iterator[Any] = recover.entries_of(found.batches)
-        return Opened(found.spaces, entries, found.report)
+        return Opened(found.spaces, recover.entries_of(found.batches), found.report)
 
     async def close(self) -> None:
         """Refuse new work, wait for what is under way, close the index, mark it clean, let go.
@@ -195,7 +196,7 @@ class NvmeStore:
         deadline = self._loop.time() + CLOSE_S
         while self._busy() and self._loop.time() < deadline:  # noqa: ASYNC110 - a drain
             await asyncio.sleep(0.005)
-        hangs = self._busy()
+        hangs = self.hangs = self._busy()
         if not hangs:
             await settled(self._loop, self._index.call(self._finish))
             for region in self.extents.regions.values():

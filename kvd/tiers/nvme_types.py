@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from kvd.tiers.recover import Report
     from kvd.tiers.region import Ref, Space
 
-EntryRow = tuple[bytes, bytes, bytes, bytes, int, int, int, int, int, int, int, int]
-"""(space key 16 B, chunk 32 B, parent 32 B, mask 32 B: a little-endian bit set of columns,
-region, form or FORM_MIXED, offset, length, generation, stored bytes, hint, check).
-Ref(row[4], row[6], row[7], row[8]) is its place."""
+Entry = tuple[bytes, bytes, bytes, bytes, int, int]
+"""(chunk 32 B, parent 32 B, mask 32 B: a little-endian bit set of columns, place 20 B: region,
+offset and generation as `kvd.entry.PLACE` has them, length, hint)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,10 @@ class NvmeConfig:
 
 
 class Opened(NamedTuple):
-    """What `open` found; `entries` can be gone through once."""
+    """What `open` found; `entries`, by space, can be gone through once, each before the next."""
 
     spaces: dict[bytes, Space]
-    entries: Iterator[EntryRow]
+    entries: Iterator[tuple[bytes, Iterator[Entry]]]
     report: Report
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,7 +25,16 @@ from kvd.tiers.disk import aligned_memory
 from kvd.tiers.extents import Extents, Region, RegionState
 from kvd.tiers.index import Change, Changes, IndexBroken, IndexFailed, IndexFull
 from kvd.tiers.region import BLOCK, FORMAT_VERSION, BadRecord, decode_region, decode_space
-from kvd.tiers.rows import KEY_BYTES, ROW, ROW_BYTES, Row, checks, words_of
+from kvd.tiers.rows import (
+    ENTRY,
+    ENTRY_PARTS,
+    KEY_BYTES,
+    ROW,
+    ROW_BYTES,
+    Row,
+    checks,
+    words_of,
+)
 from kvd.tiers.storefiles import (
     identify,
     lay_ballast,
@@ -42,6 +52,7 @@ if TYPE_CHECKING:
 
     from kvd.tiers.disk import Disk
     from kvd.tiers.index import Index, IndexPlace
+    from kvd.tiers.nvme_types import Entry
     from kvd.tiers.region import Space
     from kvd.tiers.storefiles import Identity
 
@@ -177,22 +188,27 @@ def _unknown_spaces(words: NDArray[np.uint64], known: set[bytes], seen: set[byte
     return runs
 
 
-def _count(rows: bytes, extents: Extents) -> None:
-    """Account for rows that are handed on."""
-    if not rows:
+def _count(batches: list[bytes], extents: Extents) -> None:
+    """Account for the rows that are handed on, region by region."""
+    if not batches:
         return
-    words = words_of(rows)
-    number = (words[:, 14] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    words = [words_of(batch) for batch in batches]
+    number = np.concatenate([part[:, 14] & np.uint64(0xFFFFFFFF) for part in words])
     order = np.argsort(number, kind="stable")
-    edges = np.flatnonzero(np.diff(number[order])) + 1
-    raw = np.frombuffer(rows, np.uint8).reshape(-1, ROW_BYTES)
-    for group in np.split(order, edges):
-        region = extents.regions[int(number[group[0]])]
-        region.live_count += len(group)
-        region.live_bytes += int(words[group, 16].sum())
-        end = int((words[group, 15] + words[group, 16]).max())
-        region.tail_bytes = max(region.tail_bytes, end)
-        region.keys += raw[group, :KEY_BYTES].tobytes()
+    number = number[order]
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(number)) + 1])
+    lengths = np.concatenate([part[:, 16] for part in words])[order]
+    ends = np.concatenate([part[:, 15] for part in words])[order] + lengths
+    keys = np.concatenate(
+        [np.frombuffer(b, np.uint8).reshape(-1, ROW_BYTES)[:, :KEY_BYTES] for b in batches]
+    )[order]
+    live, tails = np.add.reduceat(lengths, starts), np.maximum.reduceat(ends, starts)
+    for group, (start, end) in enumerate(pairwise([*starts.tolist(), len(number)])):
+        region = extents.regions[int(number[start])]
+        region.live_count += end - start
+        region.live_bytes += int(live[group])
+        region.tail_bytes = max(region.tail_bytes, int(tails[group]))
+        region.keys += keys[start:end].tobytes()
 
 
 def _sifted(
@@ -237,7 +253,6 @@ def sift(
     batches, newest = [], (0, -1)
     for packed, bad in _sifted(index, extents, life, spaces, seen):
         if packed:
-            _count(packed, extents)
             words = words_of(packed)
             row = words[int(np.argmax(words[:, 17]))]
             newest = max(newest, (int(row[17]), int(row[14]) & 0xFFFFFFFF))
@@ -247,6 +262,7 @@ def sift(
         report.entries += len(packed) // ROW_BYTES
         report.dropped += len(bad)
     cleaning.append(Changes(spaces=dict.fromkeys(spaces.keys() - seen)))
+    _count(batches, extents)
     _settle(extents, newest[1])
     return batches, {key: spaces[key] for key in spaces.keys() & seen}, cleaning
 
@@ -398,8 +414,36 @@ def _forget_excess(disk: Disk, directory: Path, extents: Extents) -> None:
             del extents.regions[region.id]
 
 
-def entries_of(batches: list[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Yield each row of packed batches as a tuple, letting go of a batch once it is used up."""
-    batches.reverse()
-    while batches:
-        yield from ROW.iter_unpack(batches.pop())
+def entries_of(batches: list[bytes]) -> Iterator[tuple[bytes, Iterator[Entry]]]:
+    """Yield each space's key and rows, the oldest row first; the batches are used up.
+
+    The index has them in the order of their hashes. In the order of writing a chunk is near the
+    others of its prefix: the tree is put up with few look-ups, and lies in memory as it is read.
+
+    Args:
+        batches: Packed rows in the index's order, so that a space's are together.
+    """
+    words = [words_of(batch) for batch in batches]
+    count = sum(len(part) for part in words)
+    if not count:
+        return
+    generations = np.concatenate([part[:, 17] for part in words])
+    keys = np.concatenate([part[:, :2] for part in words])
+    edges = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
+    starts = [0, *edges.tolist(), count]
+    named = [keys[start].tobytes() for start in starts[:-1]]
+    turn = np.empty(count, np.int64)
+    for start, end in pairwise(starts):
+        turn[start + np.argsort(generations[start:end], kind="stable")] = np.arange(start, end)
+    del words, keys, generations
+    packed = np.empty((count, ENTRY.size), np.uint8)
+    end = count
+    while batches:  # each is let go of once it is copied
+        rows = np.frombuffer(batches.pop(), np.uint8).reshape(-1, ROW_BYTES)
+        packed[turn[end - len(rows) : end]] = np.concatenate(
+            [rows[:, at : at + size] for at, size in ENTRY_PARTS], axis=1
+        )
+        end -= len(rows)
+    del turn
+    for key, start, end in zip(named, starts, starts[1:], strict=False):
+        yield key, ENTRY.iter_unpack(packed[start:end].data.cast("B"))

@@ -23,6 +23,11 @@ KEY_BYTES: Final = SPACE_KEY_BYTES + HASH_BYTES
 ROW: Final = struct.Struct("<16s32s32s32sIIQQQQQQ")
 """space key, chunk | parent, mask, region, form, offset, length, generation, stored, hint, check"""
 ROW_BYTES: Final = ROW.size
+ENTRY: Final = struct.Struct("<32s32s32s20sQQ")
+"""What a start hands on of a row: chunk | parent, mask, place, length, hint; the place is region,
+offset and generation as they stand in the row"""
+ENTRY_PARTS: Final = ((16, 96), (112, 4), (120, 8), (136, 8), (128, 8), (152, 8))
+"""Where in a row that is: offset and length of each part, in the order of ENTRY."""
 VALUE_BYTES: Final = ROW_BYTES - KEY_BYTES
 _WORDS: Final = ROW_BYTES // 8
 _FACTORS: Final[NDArray[np.uint64]] = np.array(

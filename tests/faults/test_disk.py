@@ -24,6 +24,7 @@ import pytest
 import kvd_client
 from kvd import check as kvd_check
 from kvd import statpage
+from kvd.daemon import EXIT_GAVE_UP
 from kvd_client.paths import stat_page_name
 from tests.daemon_fixture import load, namespace, small_layout, store, tokens
 
@@ -339,6 +340,44 @@ def test_a_stop_while_the_disk_stalls(rig: Rig, faulty: FaultyDisk) -> None:
     start = time.monotonic()
     assert rig.daemon.stop(timeout_s=30) == 0
     assert time.monotonic() - start < 20
+    faulty.set()
+    rig.start()
+    rig.finish(cold)
+
+
+HURRIED: Final = """
+import sys
+from kvd import daemon
+from kvd.tiers import nvme
+daemon.GIVE_UP_S, nvme.CLOSE_S = 4.0, 1.0
+from kvd.cli import main
+sys.exit(main())
+"""
+"""A daemon that does not wait half a minute for a disk that never answers."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hangs", ["write", "probe"])
+def test_a_stop_while_the_disk_hangs(rig: Rig, faulty: FaultyDisk, hangs: str) -> None:
+    """Calls that never return hold no stop up; what was durable before is there again."""
+    rig.client.close()
+    rig.daemon.stop()
+    rig.daemon._command[1:3] = ["-c", HURRIED]
+    rig.start()
+    cold = rig.store(1, 5.0)
+    rig.wait_durable()
+    if hangs == "probe":  # nobody waits for it, and nothing is to be written
+        faulty.set(write=errno.EIO, sync=errno.EIO)
+        rig.store(2, 5.0)
+        rig.wait(lambda s: s["nvme"]["state"].startswith("closed"), 10.0)
+        faulty.set(delay_ms=3_600_000)
+        time.sleep(2.5)
+    else:
+        faulty.set(delay_ms=3_600_000)
+        rig.store(2, 5.0)
+    rig.client.close()
+    assert rig.daemon.stop(timeout_s=20) == EXIT_GAVE_UP
     faulty.set()
     rig.start()
     rig.finish(cold)

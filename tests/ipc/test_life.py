@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -11,6 +12,7 @@ import pytest
 
 import kvd_client
 from kvd import statpage
+from kvd.policies import POLICIES
 from kvd_client import Status
 from kvd_client.paths import stat_page_name
 from tests.daemon_fixture import (
@@ -25,6 +27,7 @@ from tests.daemon_fixture import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from bench._daemon import DaemonProcess
 
@@ -83,19 +86,36 @@ def test_a_full_tier_keeps_the_newest_prefixes(connect: Callable[..., kvd_client
     assert client.lookup(chains[0]).chunks == 0
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_full_tier_keeps_the_newest_prefix_of_every_rank(
-    connect: Callable[..., kvd_client.Client],
+    make_daemon: Callable[..., DaemonProcess], tmp_path: Path, policy: str
 ) -> None:
     """Where two ranks store each chain one after the other, the newest is whole all the same."""
-    layout = small_layout(tp=2)
-    ranks = [connect(layout=layout, rank=rank) for rank in range(2)]
-    for seed in range(1, 16):  # 3,000 objects into 1,024 places
-        chain = ranks[0].chunk_hashes(tokens(100, seed=seed))
-        ranks[0].lookup(chain)  # as an engine does before it computes
-        load(ranks[0], ranks[0].chunk_hashes(tokens(100, seed=max(1, seed - 2))))
-        for rank in ranks:
-            assert store(rank, chain) == 100
-        assert ranks[0].lookup(chain).chunks == 100
+    config = tmp_path / "kvd.toml"
+    config.write_text(f'[host]\npolicy = "{policy}"\n')
+    daemon = make_daemon(host_bytes=64 << 20, arguments=["--config", str(config)])
+    daemon.start()
+
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                kvd_client.connect(
+                    daemon.socket,
+                    namespace=namespace(),
+                    layout=small_layout(tp=2),
+                    rank=rank,
+                    required=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        for seed in range(1, 16):  # 3,000 objects into 1,024 places
+            chain = ranks[0].chunk_hashes(tokens(100, seed=seed))
+            ranks[0].lookup(chain)  # as an engine does before it computes
+            load(ranks[0], ranks[0].chunk_hashes(tokens(100, seed=max(1, seed - 2))))
+            for rank in ranks:
+                assert store(rank, chain) == 100
+            assert ranks[0].lookup(chain).chunks == 100
 
 
 def test_a_chain_longer_than_the_tier_is_refused_in_part(

@@ -19,6 +19,7 @@ from kvd.catalog import DAEMON
 from kvd.policies import POLICIES
 from kvd.prefix import warm_length
 from kvd.quota import Resource
+from kvd.trees import found_copy
 from kvd.types import Generation, OwnerId, Tenant
 from kvd_client.wire import Status
 from tests.state.catalog_model import (
@@ -438,7 +439,7 @@ class ColdMachine(CatalogMachine):
             for name, layout in LAYOUTS.items():
                 world = World(tenant, name)
                 rows = [
-                    (
+                    found_copy(
                         hash_of(p),
                         hash_of(p[:-1]) if p[:-1] else NAMESPACE,
                         (b.place, b.mask, b.lossy),
@@ -467,8 +468,7 @@ class ColdMachine(CatalogMachine):
         """Copies below, what is lossy and what is wanted are the model's."""
         if not hasattr(self, "catalog"):
             return
-        copies = {}
-        lossy = set()
+        copies, lossy = {}, set()
         for space in self.catalog.spaces.values():
             for chunk in space.chunks.values():
                 node = (self.world_of(chunk), path_of(chunk))

@@ -47,6 +47,25 @@ def test_what_is_dirty_goes_down_and_is_clean() -> None:
     play(scene)
 
 
+def test_an_idle_disk_gets_the_heads_first_a_pressed_one_the_tails() -> None:
+    """What was written before a crash is a prefix; under pressure the first to go is a leaf."""
+
+    async def idle(world: World) -> None:
+        world.put(world.enter(), NAMES)
+        world.cold.wake()
+        await until(lambda: not world.dirty_bytes)
+        assert world.store.written == NAMES
+
+    async def pressed(world: World) -> None:
+        world.put(world.enter(), NAMES)
+        world.cold.wake()
+        await until(lambda: len(world.store.written) >= len(NAMES) - 1)
+        assert world.store.written[: len(NAMES) - 1] == NAMES[:0:-1]
+
+    play(idle)
+    play(pressed, dirty_share=0.0, write_behind=False)
+
+
 def test_a_failed_demotion_leaves_the_chunk_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays as it was, still to be written, and is written when the tier works again."""
     monkeypatch.setattr(cold_module, "RETRY_S", 0.01)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.catalog import Catalog
+from kvd.eviction import GRACE_S
 from kvd.metrics import Counters
 from kvd.quota import Quota, Resource
 from kvd.tiers.slab import SlabPool
@@ -29,12 +30,12 @@ LARGE = Layout(8, 8, "float16", (Group("full", 1, 1, 8, 2 * PAGE),))
 class Host:
     """A catalog of two tenants with slabs of four pages."""
 
-    def __init__(self, slabs: int = 1) -> None:
+    def __init__(self, slabs: int = 1, policy: str = "lru") -> None:
         pool = SlabPool(4 * PAGE, {A: slabs, B: slabs})
         for slab in range(2 * slabs):
             pool.add_blank(SlabId(slab))
         limits = dict.fromkeys(Resource, 1 << 40)
-        self.catalog = Catalog(pool, Quota({A: limits, B: limits}), Counters())
+        self.catalog = Catalog(pool, Quota({A: limits, B: limits}), Counters(), policy)
         self.eviction = self.catalog.eviction
         self.eviction.demoting = True
         self.place = 0
@@ -161,6 +162,33 @@ def test_a_chunk_in_use_is_written_too() -> None:
     host.catalog.unpin(held)
 
 
+def test_heads_first_begins_where_the_prefix_does() -> None:
+    """With `heads`, no chunk is written before those above it that could be; else tails are."""
+    host = Host()
+    space = host.enter()
+    first, second, third = host.put(space, "p", 3)
+    host.put(space, "q")
+    assert host.eviction.demotable(A) is third
+    order = []
+    for _ in range(3):
+        chunk = host.eviction.demotable(A, heads=True)
+        assert chunk is not None
+        order.append(chunk)
+        host.save(chunk)
+    assert order == [first, second, third]
+
+
+def test_heads_first_passes_over_what_cannot_go() -> None:
+    """A head that moves, or is clean, holds nothing up that hangs on it."""
+    host = Host()
+    space = host.enter()
+    first, second, third = host.put(space, "p", 3)
+    host.catalog.begin_demotion(first)
+    assert host.eviction.demotable(A, heads=True) is second
+    host.save(second)
+    assert host.eviction.demotable(A, heads=True) is third
+
+
 def test_when_the_tier_takes_in_again_what_is_dirty_is_in_order() -> None:
     """What was stored meanwhile is found, and what was clean is not."""
     host = Host()
@@ -236,3 +264,20 @@ def test_the_newest_gets_in_once_all_is_clean(seed: int) -> None:
                 else:
                     host.eviction.begin_demoting(list(space.chunks.values()))
         host.catalog.check()
+
+
+def test_what_was_just_stored_is_held_back_from_a_policy_that_ranks_it_lowest() -> None:
+    """Until its time is over, or nothing else is left; then the one used longest ago goes."""
+    host = Host(policy="lifetable")
+    space = host.enter()
+    old = host.put(space, "p", 2)
+    host.eviction.now_ns += int(GRACE_S * 1e9)
+    new = host.put(space, "q", 2)
+    host.save(*old, *new)
+    for _ in range(2):
+        host.put(space, f"r{_}")
+    assert host.here(new) == [True, True], "the old ones went"
+    assert host.here(old) == [False, False]
+    host.put(space, "s")
+    assert host.here(new) == [True, False], "all are young: of those that may go, the oldest leaf"
+    host.catalog.check()

@@ -40,9 +40,14 @@ def space_of(name: str) -> Space:
 
 
 def grow(space: Space, seed: int, hashes: list[bytes]) -> list[tuple[int, int]]:
-    """Make a chain's chunks with chance masks, some left out; return (warm, cold) of each."""
+    """Make a chain's chunks with chance masks, some left out, some with whole siblings.
+
+    Returns:
+        (warm, cold) of each.
+    """
     chance = random.Random(seed)
     masks = []
+    above = None
     density = chance.choice([0.5, 0.9, 0.98])
     for key in hashes:
         warm, cold = (
@@ -53,8 +58,13 @@ def grow(space: Space, seed: int, hashes: list[bytes]) -> list[tuple[int, int]]:
         if chance.random() < 0.1:
             warm = cold = 0
         else:
-            chunk = space.chunks[key] = Chunk(key, space, None)
-            chunk.mask, chunk.cold_mask = warm, cold
+            kin = [key, bytes([255]) + key[1:]] if chance.random() < 0.3 else [key]
+            chance.shuffle(kin)
+            for name in kin:
+                space.chunks[name] = Chunk(name, space, above)
+                space.chunks[name].mask = space.full_mask
+            above = space.chunks[key]
+            above.mask, above.cold_mask = warm, cold
         masks.append((warm, cold))
     return masks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,6 +184,34 @@ def test_a_chunk_named_twice_is_waited_for_once(desk: Desk) -> None:
     assert reply.chunks == 2
     assert desk.ask(wire.Release(8, reply.lease)).status == Status.OK
     assert desk.chunks()[0].pins == 0
+    desk.world.catalog.check()
+
+
+def test_a_drain_answers_who_waits_at_once(desk: Desk) -> None:
+    """Nobody waits for a daemon that goes down: a refusal, which engines take for a miss."""
+    desk.acquire(7)
+    desk.riser.end(desk.chunks()[0])
+    desk.desk.drain()
+    assert [reply.status for reply in desk.late] == [Status.DRAINING]
+    assert desk.pinned_bytes == 0
+    assert not any(desk.riser.waiters.values())
+    for chunk in desk.chunks()[1:]:
+        desk.riser.end(chunk)
+    assert len(desk.late) == 1
+    desk.world.catalog.check()
+
+
+def test_leases_are_counted_when_they_are_granted(desk: Desk) -> None:
+    """Acquires that wait at the same time don't take a session past its bound together."""
+    limits = dataclasses.replace(Limits(), leases_per_session=1)
+    desk.desk = Dispatcher(desk.world.catalog, desk.book, limits, desk.clock, desk.riser)
+    for request in (7, 8):
+        assert desk.acquire(request) is None
+    for chunk in desk.chunks():
+        desk.riser.end(chunk)
+    assert sorted(reply.status for reply in desk.late) == [Status.OK, Status.OVER_QUOTA]
+    assert desk.book.count(ME) == 1
+    assert [chunk.pins for chunk in desk.chunks()] == [1, 1, 1, 1]
     desk.world.catalog.check()
 
 
