@@ -36,6 +36,8 @@ example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors become one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -63,6 +65,19 @@ def _run(arguments: Sequence[str]) -> int:
     options = parser(name, module).parse_args(arguments)
     assert module is not None  # the parser has refused every other name
     return int(module.run(options))
+
+
+def _complete() -> None:
+    """Answer the shell's Tab and end, where argcomplete is installed; else go on."""
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        return
+    words = os.environ.get("COMP_LINE", "").split()
+    name = words[1] if len(words) > 1 else ""
+    command = COMMANDS.get(name)
+    module = importlib.import_module(command.module) if command is not None else None
+    argcomplete.autocomplete(parser(name, module))
 
 
 def parser(name: str, module: ModuleType | None) -> argparse.ArgumentParser:

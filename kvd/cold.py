@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from kvd import codec, log
+from kvd import codec, log, rates
 from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault, maybe_stall
@@ -62,9 +62,14 @@ class ColdTier:
     """Moves chunks between host slots and the store."""
 
     def __init__(
-        self, catalog: Catalog, host: HostTier, store: NvmeStore, knobs: NvmeKnobs
+        self,
+        catalog: Catalog,
+        host: HostTier,
+        store: NvmeStore,
+        knobs: NvmeKnobs,
+        begin: rates.HostRates = rates.NONE,
     ) -> None:
-        """Share the loop's state; own the codec threads and the store."""
+        """Share the loop's state; own codec threads and store; `begin` is a first guess."""
         self._catalog = catalog
         self._host = host
         self.store = store
@@ -84,6 +89,7 @@ class ColdTier:
         self.read_rate = Rate()
         """Stored bytes of promotions a second, one at a time."""
         self.queued_bytes = 0
+        self._begin = begin
         """Stored bytes of promotions that wait or are under way."""
 
     # ---------------------------------------------------------------- start and end
@@ -294,9 +300,11 @@ class ColdTier:
             waiters.remove(done)
 
     def cost(self) -> Rates:
-        """Return the measured rates."""
-        latency_s = self.read_rate.seconds
-        return Rates(0.0, self.store.reading.rate, latency_s, self.queued_bytes)
+        """Return the rates: measured while serving, or before (`kvd doctor --measure`)."""
+        begin = self._begin
+        rate = self.store.reading.rate or begin.nvme_read_bytes_s
+        latency_s = self.read_rate.seconds or begin.nvme_read_s
+        return Rates(0.0, rate, latency_s, self.queued_bytes)
 
     async def _promote(self, chunk: Chunk, slots: list[Slot], queued_bytes: int) -> None:
         read, ref, took_s = False, None, 0.0

@@ -20,9 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvd import __version__, activation, log, memory, notify
-from kvd.admin.desk import Desk
-from kvd.ages import Ages
+from kvd import __version__, activation, log, memory, notify, rates
+from kvd.admin.side import AdminSide
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
 from kvd.errors import RefusedSession, StartError
@@ -120,10 +119,8 @@ class Daemon:
         self._was_late: list[str] = []
         self._next_owner = 0
         self._stop = asyncio.Event()
-        self.ages = Ages(self.started_ns)
-        self.desk = Desk(self.catalog, self.ages, self.clock, stop=self._stop.set)
-        if self.directory is not None:
-            self.desk.holders = self.directory.holders
+        self._admin = AdminSide(self, stop=self._stop.set)
+        self.desk = self._admin.desk
         self.admins = AdminDoor(self, config.limits.greeting_s)
         self._group: asyncio.TaskGroup | None = None
         self._memory_changed = asyncio.Event()
@@ -139,7 +136,8 @@ class Daemon:
         config = NvmeConfig(
             Path(nvme.directory), nvme.size_bytes, nvme.region_bytes, threads=nvme.threads
         )
-        return ColdTier(self.catalog, self.tier, NvmeStore(config, self.loop), nvme)
+        begin = rates.read(self.config.state_dir)
+        return ColdTier(self.catalog, self.tier, NvmeStore(config, self.loop), nvme, begin)
 
     def _peers(self) -> Peers:
         from kvd.peer.peers import Peers
@@ -414,7 +412,7 @@ class Daemon:
             for session in list(self.sessions.values()):
                 session.turn()
             self.dispatcher.sweep()
-            self.ages.note(self.catalog.tick, self.clock.now_ns())
+            self._admin.tick()
             if self.cold is not None:
                 self.cold.tick()
                 if self.cold.turned_ns:

@@ -33,6 +33,7 @@ PURE: Final = frozenset(
         "kvd.catalog",
         "kvd.changes",
         "kvd.cost",
+        "kvd.durations",
         "kvd.entry",
         "kvd.errors",
         "kvd.eviction",
@@ -56,6 +57,10 @@ PURE: Final = frozenset(
         "kvd.peer.membership",
         "kvd.peer.protocol",
         "kvd.places",
+        "kvd.plan",
+        "kvd.plan.capacity",
+        "kvd.plan.loading",
+        "kvd.plan.shape",
         "kvd.policies",
         "kvd.policies.admission",
         "kvd.policies.base",
@@ -81,6 +86,7 @@ PURE: Final = frozenset(
         "kvd_client.vllm.plans",
         "kvd_client.vllm.saving",
         "kvd_client.wire",
+        "kvd_client.wire_admin",
         "kvd_client.wire_gpu",
         "kvd_client.wire_rules",
     }
@@ -107,6 +113,7 @@ DATA_MODULES: Final = frozenset(
     }
 )
 ALSO_PURE: Final = {
+    "kvd.durations": frozenset({"re"}),
     "kvd.identity": frozenset({"msgpack", "numpy"}),
     "kvd.peer.messages": frozenset({"msgpack"}),
     "kvd.peer.directory": frozenset({"base64"}),

@@ -22,11 +22,42 @@ import msgpack
 
 from kvd_client.errors import WireError
 from kvd_client.identity import HASH_BYTES, TEXT_BYTES_MAX
+from kvd_client.wire_admin import (
+    AdminDenied,
+    AdminHello,
+    AdminPage,
+    AdminWelcome,
+    Drain,
+    Evict,
+    ListChunks,
+    ListPins,
+    ListSpaces,
+    Pin,
+    Record,
+    Unpin,
+    Warm,
+)
 from kvd_client.wire_gpu import HANDLE_BYTES_MAX, UUID_BYTES, GpuSlab, GpuSlabReply, UseGpu
 from kvd_client.wire_rules import Rule, binary, exactly, integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+__all__ = [  # beside what is defined here
+    "AdminDenied",
+    "AdminHello",
+    "AdminPage",
+    "AdminWelcome",
+    "Drain",
+    "Evict",
+    "ListChunks",
+    "ListPins",
+    "ListSpaces",
+    "Pin",
+    "Record",
+    "Unpin",
+    "Warm",
+]
 
 PROTOCOL = 1
 BELL = b"\0"
@@ -130,59 +161,6 @@ class SlabReply(NamedTuple):
 
 class Bye(NamedTuple):
     """Socket: I am done, and no copy of mine from or to a slot is under way."""
-
-
-class AdminHello(NamedTuple):
-    """Socket, an operator's first: a session that asks and steers, without rings or KV."""
-
-    protocol: int
-    client: str
-
-
-class AdminWelcome(NamedTuple):
-    """Socket: the session is open; `tenant` is empty for one that sees all tenants."""
-
-    protocol: int
-    epoch: int
-    pid: int
-    tenant: str
-
-
-class AdminPage(NamedTuple):
-    """Socket: rows of an answer; `more` is what to ask with for the next, 0 after the last."""
-
-    request: int
-    more: int
-    rows: list[list[object]]
-
-
-class AdminDenied(NamedTuple):
-    """Socket: the request is not carried out, and why, for people."""
-
-    request: int
-    text: str
-
-
-class ListSpaces(NamedTuple):
-    """Admin: the namespaces, one row each."""
-
-    request: int
-    after: int
-
-
-class ListChunks(NamedTuple):
-    """Admin: the chunks of a namespace that are in one of the tiers of the mask."""
-
-    request: int
-    space: bytes
-    tiers: int
-    after: int
-
-
-class Drain(NamedTuple):
-    """Admin: stop taking in, write down what is only in memory, and end."""
-
-    request: int
 
 
 class Ping(NamedTuple):
@@ -351,6 +329,12 @@ TO_DAEMON: Table = {
     71: (ListSpaces, (_ID, _ID)),
     72: (ListChunks, (_ID, _HASH, _SMALL, _ID)),
     73: (Drain, (_ID,)),
+    74: (Pin, (_ID, _HASH, _HASH, _ID, _SMALL, _TEXT)),
+    75: (Unpin, (_ID, _ID)),
+    76: (ListPins, (_ID, _ID)),
+    77: (Evict, (_ID, _HASH, _SMALL, _FLAG, _FLAG, _ID)),
+    78: (Warm, (_ID, _HASH, _ID, _ID)),
+    79: (Record, (_ID, _HASH, _ID)),
 }
 """Messages on the socket towards the daemon, by opcode."""
 TO_CLIENT: Table = {

@@ -20,9 +20,12 @@ examples:
   kvd doctor
   kvd doctor --config kvd.toml --only memlock --only huge-pages
   kvd doctor --engine vllm --python /opt/vllm/bin/python
+  kvd doctor --measure                    also measure memory and disk, and store it for the daemon
   kvd doctor --json | jq '.findings[] | select(.level != "ok")'
 
-Run it as the user that runs the daemon. It changes nothing.
+Run it as the user that runs the daemon. It changes nothing; --measure writes 256 MiB to the NVMe
+tier's directory, removes them, and stores the rates in the state directory: the cost gate and
+`kvd plan` begin with them.
 
 exit codes:
   0  kvd works here; warnings, if any, cost speed or safety
@@ -48,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="CHECK", action="append", help="run this check; may be given again"
     )
+    parser.add_argument(
+        "--measure", action="store_true", help="measure memory and disk, and store the rates"
+    )
     parser.add_argument("--list", action="store_true", help="list the checks and run none")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -62,14 +68,18 @@ def run(options: argparse.Namespace) -> int:
         _show_list(chosen, as_json=options.json)
         return 0
     results = []
-    for result in doctor.examine(_host(options), chosen):
+    host = _host(options)
+    for result in doctor.examine(host, chosen):
         results.append(result)
         if not options.json:
             _show(result, results)
+    measured = _measure(host) if options.measure else None
     levels = [result.finding.level.value for result in results]
     if options.json:
-        _show_json(results, levels)
+        _show_json(results, levels, measured)
     else:
+        if measured is not None:
+            _show_measured(measured)
         counts = ", ".join(f"{levels.count(level)} {level}" for level in _COLOURS)
         sys.stdout.write(f"\n{counts}\n")
     return 1 if "fail" in levels else 0
@@ -123,7 +133,31 @@ def _show_list(chosen: Iterable[Check], *, as_json: bool) -> None:
         sys.stdout.write(f"{check.group:<8}{check.name:<{_NAME_CHARS}}{check.about}\n")
 
 
-def _show_json(results: Iterable[Result], levels: list[str]) -> None:
+def _measure(host: Host) -> dict[str, Any]:
+    """Measure and store; raises KvdError."""
+    from kvd import rates
+    from kvd.doctor.measure import measure
+
+    if host.config is None:
+        raise KvdError(f"--measure needs a configuration: {host.config_error}")
+    found = measure(host)
+    return {**found._asdict(), "stored": rates.write(host.config.state_dir, found)}
+
+
+def _show_measured(measured: dict[str, Any]) -> None:
+    gb = {name: f"{value / 1e9:.2f} GB/s" for name, value in measured.items() if name != "stored"}
+    text = (
+        f"measured\n  memory      copies at {gb['host_bytes_s']}, one thread\n"
+        f"  disk        reads at {gb['nvme_read_bytes_s']}, writes at {gb['nvme_write_bytes_s']}\n"
+        f"  one read    of 1 MiB in {measured['nvme_read_s'] * 1e3:.2f} ms\n"
+        f"  stored      {measured['stored']}\n"
+    )
+    sys.stdout.write(text)
+
+
+def _show_json(
+    results: Iterable[Result], levels: list[str], measured: dict[str, Any] | None
+) -> None:
     found = [
         {
             "check": check.name,
@@ -134,7 +168,10 @@ def _show_json(results: Iterable[Result], levels: list[str]) -> None:
         }
         for check, finding in results
     ]
-    _dump({"findings": found, **{level: levels.count(level) for level in _COLOURS}})
+    told: dict[str, Any] = {level: levels.count(level) for level in _COLOURS}
+    if measured is not None:
+        told["measured"] = measured
+    _dump({"findings": found, **told})
 
 
 def _dump(value: dict[str, Any]) -> None:

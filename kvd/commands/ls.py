@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvd.commands._shared import add_json, add_socket, ago, connected, dump, say
+from kvd.commands._shared import add_json, add_socket, ago, complete_labels, connected, dump, say
 
 if TYPE_CHECKING:
     import argparse
@@ -40,9 +40,10 @@ _LIMIT_MAX: Final = 10**9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
+    space = parser.add_argument(
         "space", metavar="NAMESPACE", nargs="?", help="its chunks, by label or id as shown"
     )
+    complete_labels(space)
     parser.add_argument("--tier", choices=TIERS, default="any", help="chunks that are there only")
     parser.add_argument(
         "--limit",

@@ -89,3 +89,20 @@ def direct_io(host: Host) -> Finding:
             f"{path}: {error.strerror}: memory is spent twice", "use ext4 or XFS for the NVMe tier"
         )
     return ok(f"works at {path}")
+
+
+@check("rates", "disk", "what memory and disk were measured to give")
+def stored_rates(host: Host) -> Finding:
+    """The cost gate and `kvd plan` have something to begin with."""
+    from kvd import rates
+
+    if host.config is None:
+        return ok("not looked for: no configuration")
+    found = rates.read(host.path(host.config.state_dir))
+    if found == rates.NONE:
+        text = "not measured: the cost gate learns them while serving"
+        return warn(text, "kvd doctor --measure") if host.config.nvme.size_bytes else ok(text)
+    return ok(
+        f"memory {found.host_bytes_s / 1e9:.2f}, disk reads {found.nvme_read_bytes_s / 1e9:.2f}, "
+        f"writes {found.nvme_write_bytes_s / 1e9:.2f} GB/s"
+    )

@@ -164,6 +164,7 @@ class AdminSession:
         self._host.loop.remove_reader(self.peer.pidfd)
         if self._task is not None:
             self._task.cancel()
+        self._host.desk.left(self.visitor)
         self.peer.connection.close()
         os.close(self.peer.pidfd)
         _LOG.debug("closed", uid=self.peer.uid, pid=self.peer.pid, why=why)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.cost import Rates, sooner_by_peer
 from kvd.failpoints import maybe_fault
-from kvd.ipc.waiting import Fetching, Waiting
+from kvd.ipc.waiting import Fetching, Waiting, no_lease
 from kvd.lease import Lease
 from kvd.places import places_of
 from kvd.prefix import load_of, present, warm_length
@@ -25,6 +25,7 @@ from kvd_client.wire import Status
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.admin.recording import Recorder
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Limits
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 _MS = 1_000_000
 WAITING_MAX = 64
 """Most acquires of one session that wait for promotions."""
-_NO_TOKEN = bytes(wire.TOKEN_BYTES)
 
 
 class Dispatcher:
@@ -67,6 +67,7 @@ class Dispatcher:
         self._counters: Counters = catalog.counters
         self._next_lease = 0
         self.draining = False
+        self.recorder: Recorder | None = None
         self._handlers: dict[type[Any], Callable[[Caller, Any], tuple[Any, ...]]] = {
             wire.Ping: self._ping,
             wire.Attach: self._attach,
@@ -93,6 +94,8 @@ class Dispatcher:
         message = wire.decode(body, wire.REQUESTS)
         self._counters.messages += 1
         self._catalog.eviction.now_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.hear(caller, message)
         reply: tuple[Any, ...] | None
         if type(message) is wire.Acquire:
             reply = self._acquire(caller, message, later)
@@ -177,7 +180,7 @@ class Dispatcher:
         """Grant what is asked for; `again` when other hosts have been asked already."""
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
-            return _no_lease(ask.request, ask.first, refusal)
+            return no_lease(ask.request, ask.first, refusal)
         most = wire.HASHES_MAX // len(caller.space.layout.groups)  # what one reply can tell
         hashes = wire.split_hashes(ask.hashes)[: ask.first + most]
         if self.reach is not None and not again and self._fetch(caller, ask, hashes, later):
@@ -185,13 +188,13 @@ class Dispatcher:
         chunks = self._catalog.hold(caller.space, hashes, ask.first)
         if not chunks:
             self._counters.acquires_missed += 1
-            return _no_lease(ask.request, ask.first, Status.MISS)
+            return no_lease(ask.request, ask.first, Status.MISS)
         cold = [chunk for chunk in chunks if not chunk.ready]
         if not cold or self._riser is None:
             return self._settle(caller, ask, chunks)
         if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
             self._catalog.unpin(chunks)
-            return _no_lease(ask.request, ask.first, Status.OVER_QUOTA)
+            return no_lease(ask.request, ask.first, Status.OVER_QUOTA)
         return self._wait(caller, ask, chunks, cold, later)
 
     def _fetch(self, caller: Caller, ask: wire.Acquire, hashes: list[bytes], later: Later) -> bool:
@@ -300,12 +303,12 @@ class Dispatcher:
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
             self._catalog.unpin(chunks)
-            return _no_lease(ask.request, ask.first, refusal)
+            return no_lease(ask.request, ask.first, refusal)
         usable = warm_length(caller.space, chunks, ask.first)
         self._catalog.unpin(chunks[usable:])
         if not usable:
             self._counters.acquires_missed += 1
-            return _no_lease(ask.request, ask.first, Status.MISS)
+            return no_lease(ask.request, ask.first, Status.MISS)
         ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
         reply = self._grant(
             caller, ask.request, chunks[:usable], ask.first, ttl_ms, reading=bool(ask.read)
@@ -338,7 +341,7 @@ class Dispatcher:
         """Make a lease over pinned chunks, which now owns their pins."""
         if not self._catalog.quota.charge(caller.tenant, Resource.LEASES, 1):
             self._catalog.unpin(chunks)
-            return _no_lease(request, first, Status.OVER_QUOTA)
+            return no_lease(request, first, Status.OVER_QUOTA)
         self._next_lease += 1
         lease = Lease(
             LeaseId(self._next_lease),
@@ -376,9 +379,9 @@ class Dispatcher:
         refusal = self._lease_refusal(caller)
         lease = self._leases.by_token(ask.token, caller.tenant)
         if lease is None or refusal is not Status.OK:
-            return _no_lease(ask.request, 0, refusal or Status.STALE)
+            return no_lease(ask.request, 0, refusal or Status.STALE)
         if lease.chunks[0].space is not caller.space:
-            return _no_lease(ask.request, 0, Status.STALE)
+            return no_lease(ask.request, 0, Status.STALE)
         self._catalog.pin(lease.chunks)
         left_ms = max(0, lease.deadline_ns - self._clock.now_ns()) // _MS
         return self._grant(caller, ask.request, lease.chunks, lease.first, left_ms, reading=True)
@@ -492,7 +495,3 @@ class Dispatcher:
         self.let_go(self._leases.leave(owner, dead=dead))
         self._catalog.abandon(owner, dead=dead)
         return bool(self._leases.count(owner) or self._catalog.fillings.count(owner))
-
-
-def _no_lease(request: int, first: int, status: Status) -> wire.AcquireReply:
-    return wire.AcquireReply(request, status, 0, _NO_TOKEN, first, first, 0, b"")

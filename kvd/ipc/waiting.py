@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.entry import Chunk
+from kvd_client import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.ipc.caller import Caller
-    from kvd_client import wire
+    from kvd_client.wire import Status
 
     Later = Callable[[bytes], None]
 
@@ -73,3 +74,8 @@ class Fetching:
         self.chunks = chunks
         self.later = later
         self.over = False
+
+
+def no_lease(request: int, first: int, status: Status) -> wire.AcquireReply:
+    """Return the answer to an acquire that gets nothing."""
+    return wire.AcquireReply(request, status, 0, bytes(wire.TOKEN_BYTES), first, first, 0, b"")

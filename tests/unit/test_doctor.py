@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd import cli, config, doctor
+from kvd import cli, config, doctor, rates
 from kvd.commands import doctor as command
+from kvd.doctor import measure
 from kvd.doctor.base import Check, Finding, Host, Level, fail, ok, warn
 
 if TYPE_CHECKING:
@@ -213,3 +214,26 @@ def test_a_check_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(name in out for name in doctor.checks())
     assert command.EPILOG.count("kvd doctor") >= 3
+
+
+def test_rates_are_measured_and_stored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """--measure stores what it printed where the daemon reads it, and leaves nothing else."""
+    monkeypatch.setattr(measure, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(measure, "COPY_BYTES", 16 << 20)
+    monkeypatch.setattr(measure, "READS", 4)
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'state_dir = "{tmp_path}/state"\nsocket = "{tmp_path}/s"\n')
+    ask = ["doctor", "--config", str(file), "--only", "kernel", "--measure"]
+    assert cli.main([*ask, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["measured"]
+    stored = rates.read(tmp_path / "state")
+    assert min(stored) > 0
+    assert told == {**stored._asdict(), "stored": f"{tmp_path}/state/rates.json"}
+    assert os.listdir(tmp_path / "state") == ["rates.json"]  # noqa: PTH208 - names, not paths
+    assert not [name for name in os.listdir(tmp_path) if "measure" in name]  # noqa: PTH208
+    assert cli.main(ask) == 0
+    out = capsys.readouterr().out
+    assert "reads at" in out
+    assert "rates.json" in out

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvd_client import wire, wire_gpu
 from kvd_client.errors import WireError
 from kvd_client.identity import Group, Layout
+from tests.wire.admin_samples import ADMIN_KINDS, ADMIN_SAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,17 +49,7 @@ SAMPLES: Final[list[tuple[str, Any, str]]] = [
     ),
     ("TO_DAEMON", wire.SlabRequest(7), "920207"),
     ("TO_DAEMON", wire.Bye(), "9103"),
-    ("TO_DAEMON", wire.AdminHello(1, "kvd ls"), "934601a66b7664206c73"),
-    ("TO_DAEMON", wire.ListSpaces(1, 24), "93470118"),
-    (
-        "TO_DAEMON",
-        wire.ListChunks(2, b"\x66" * 32, 3, 64),
-        "95" + "48" + "02" + "c420" + "66" * 32 + "03" + "40",
-    ),
-    ("TO_DAEMON", wire.Drain(3), "924903"),
-    ("TO_CLIENT", wire.AdminWelcome(1, 9, 77, "search"), "954601094da6736561726368"),
-    ("TO_CLIENT", wire.AdminPage(2, 0, [[b"\1", "a"]]), "944702009192c40101a161"),
-    ("TO_CLIENT", wire.AdminDenied(2, "no"), "934802a26e6f"),
+    *ADMIN_SAMPLES,
     (
         "TO_CLIENT",
         wire.Welcome(1, 2**60, 3, 4096, 1 << 26),
@@ -146,16 +137,10 @@ ILLEGAL: Final[dict[str, list[Any]]] = {
     "list": [0, True, None, "list", b"list", 1.5, [0] * 65],
 }
 KINDS: Final[dict[str, str]] = {
+    **ADMIN_KINDS,
     "Hello": "u32 text hash text list u32 u1",
     "SlabRequest": "u32",
     "Bye": "",
-    "AdminHello": "u32 text",
-    "ListSpaces": "u64 u64",
-    "ListChunks": "u64 hash u32 u64",
-    "Drain": "u64",
-    "AdminWelcome": "u32 u64 u32 text",
-    "AdminPage": "u64 u64 list",
-    "AdminDenied": "u64 long-text",
     "Welcome": "u32 u64 u64 u32 u64",
     "SlabReply": "u32 u64",
     "Refused": "u32 long-text",

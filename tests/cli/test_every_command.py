@@ -1,0 +1,284 @@
+"""Every command against a real daemon: its JSON against a schema, exit codes, wrong arguments, Tab.
+
+A command that is new, or that has `--json` and no schema here, fails the first test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+import kvd_client
+from kvd import cli
+from kvd.commands import COMMANDS
+from tests.daemon_fixture import namespace, small_layout, store, tokens
+from tests.docs.test_commands_page import parser_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from bench._daemon import DaemonProcess
+
+# A schema is a type, a tuple of them, a list of one schema for all items, or a map of schemas by
+# key: exactly these keys, but for those that end in "?", which may be missing.
+NUMBER: Final = (int, float)
+SPACE: Final = {
+    **dict.fromkeys(("space", "id", "tenant", "label", "layout"), str),
+    **dict.fromkeys(("chunk_tokens", "ranks", "chunks", "sessions"), int),
+    **dict.fromkeys(("host_chunks", "host_bytes", "nvme_chunks", "nvme_bytes"), int),
+    "lossy": bool,
+    "age_s": (int, type(None)),
+}
+CHUNK: Final = {
+    **dict.fromkeys(("chunk", "parent", "state"), str),
+    **dict.fromkeys(("host_bytes", "nvme_bytes", "pins"), int),
+    "tiers": [str],
+    "lossy": bool,
+    "age_s": (int, type(None)),
+}
+PIN: Final = {
+    **dict.fromkeys(("space", "tenant", "label", "chunk", "note"), str),
+    **dict.fromkeys(("pin", "uid", "budget_bytes", "held_bytes", "chunks", "left_s"), int),
+    "operator": bool,
+}
+FINDING: Final = dict.fromkeys(("check", "group", "level", "text", "mend"), str)
+PLAN: Final = {
+    "model": dict,
+    "sources": [dict],
+    "loads?": [dict],
+    "break_even?": [dict],
+    "chunks?": [dict],
+    "capacity?": dict,
+    "traffic?": dict,
+    "plot?": str,
+}
+
+RUNS: Final[dict[str, list[tuple[list[str], Any]]]] = {
+    "ls": [
+        (["--json"], {"spaces": [SPACE]}),
+        (["model@1", "--json"], {"space": SPACE, "chunks": [CHUNK], "more": bool}),
+    ],
+    "pin": [(["model@1", "--json"], {"pins": [PIN]}), (["--json"], {"pins": [PIN]})],
+    "unpin": [(["--all", "--json"], {"pins": [PIN]})],
+    "warm": [
+        (
+            ["model@1", "--json"],
+            {"chunks": int, "host_bytes": int, "failed": int, "full": bool, "space": str},
+        )
+    ],
+    "record": [
+        (
+            ["TRACE", "--for", "0.1s", "--json"],
+            {
+                "trace": str,
+                **dict.fromkeys(("requests", "blocks", "block_tokens", "lost", "skipped"), int),
+            },
+        )
+    ],
+    "stat": [
+        (
+            ["--json"],
+            {
+                **dict.fromkeys(("version", "state", "socket"), str),
+                **dict.fromkeys(("epoch", "session_count", "chunks", "leases"), int),
+                **dict.fromkeys(("uptime_s", "loop_lag_ms"), NUMBER),
+                **{key: [dict] for key in ("sessions", "spaces", "tenants")},
+                **dict.fromkeys(("host", "nvme", "counters"), dict),
+                "page": {"age_s": float, "pid": int, "alive": bool, "stopped": bool},
+                "*": object,
+            },
+        )
+    ],
+    "doctor": [
+        (
+            ["--only", "kernel", "--json"],
+            {"findings": [FINDING], "ok": int, "warn": int, "fail": int, "measured?": dict},
+        ),
+        (["--list", "--json"], {"checks": [dict.fromkeys(("name", "group", "about"), str)]}),
+    ],
+    "plan": [
+        (["--layers", "32", "--kv-heads", "8", "--head-size", "128", "--json"], PLAN),
+    ],
+    "evict": [
+        (
+            ["model@1", "--json"],
+            {
+                "dry_run": bool,
+                **dict.fromkeys(("chunks", "host_bytes", "nvme_bytes", "held", "undeleted"), int),
+                "namespaces": [str],
+            },
+        )
+    ],
+    "drain": [(["--json"], {"pid": int, "ended": bool, "seconds": NUMBER})],
+    "check": [(["NVME", "--json"], {"directory": str, "good": bool, "*": object})],
+    "replay": [
+        (
+            ["SAMPLE", "--capacity", "9", "--json"],
+            {"policy": str, "capacity": int, "block_hit_ratio": NUMBER, "token_savings": NUMBER},
+        )
+    ],
+    "version": [(["--json"], {"version": str, "protocol": int})],
+}
+"""Commands in the order in which they are driven; what each prints with --json."""
+ELSEWHERE: Final = {
+    "demo": "tests/engines/test_demo.py drives it: it takes a minute",
+    "events": "its own tests",
+    "http": "its own tests",
+    "install-service": "tests/service drives it",
+}
+ON_A_DAEMON: Final = ("ls", "pin", "unpin", "warm", "record", "stat", "evict", "drain")
+
+
+def misfits(found: Any, schema: Any, at: str = "") -> Iterator[str]:
+    """Yield where a value does not have the form that a schema says."""
+    if isinstance(schema, list):
+        items = found if isinstance(found, list) else [f"no list: {found!r}"]
+        for index, item in enumerate(items):
+            yield from misfits(item, schema[0], f"{at}[{index}]")
+    elif isinstance(schema, dict):
+        if not isinstance(found, dict):
+            yield f"{at}: no object: {found!r}"
+            return
+        known = {key.rstrip("?"): part for key, part in schema.items()}
+        needed = {key for key in schema if not key.endswith(("?", "*"))}
+        yield from (f"{at}.{key}: missing" for key in needed - set(found))
+        if "*" not in schema:
+            yield from (f"{at}.{key}: not in the schema" for key in set(found) - set(known))
+        for key in set(found) & set(known):
+            yield from misfits(found[key], known[key], f"{at}.{key}")
+    elif not isinstance(found, schema) or (schema is int and isinstance(found, bool)):
+        yield f"{at}: {found!r}"
+
+
+def options_of(name: str) -> set[str]:
+    """The long options of a command."""
+    actions = parser_of(name)._actions
+    return {option for action in actions for option in action.option_strings}
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    """None is left out, none is here that is not a command."""
+    with_json = {name for name in COMMANDS if "--json" in options_of(name)}
+    assert with_json - set(ELSEWHERE) <= set(RUNS)
+    assert set(RUNS) <= set(COMMANDS)
+
+
+@pytest.mark.timeout(60)
+def test_every_command_prints_what_its_schema_says(
+    make_daemon: Callable[..., DaemonProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other on one daemon, the drain last but for what needs a stopped one."""
+    config = tmp_path / "kvd.toml"
+    config.write_text('[nvme]\nbytes = "64MiB"\nregion_bytes = "4MiB"\n', encoding="utf-8")
+    daemon = make_daemon(arguments=["--config", str(config)])
+    daemon.start()
+    sample = tmp_path / "sample.jsonl"
+    sample.write_text('{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n')
+    words = {
+        "TRACE": str(tmp_path / "trace.jsonl"),
+        "NVME": str(daemon.directory / "state" / "nvme"),
+        "SAMPLE": str(sample),
+    }
+    with kvd_client.connect(
+        daemon.socket, namespace=namespace(), layout=small_layout(), required=True, wait_s=5.0
+    ) as client:
+        store(client, client.chunk_hashes(tokens(6)))
+    for name, runs in RUNS.items():
+        for arguments, schema in runs:
+            given = [words.get(word, word) for word in arguments]
+            at = ["--socket", daemon.socket] if name in ON_A_DAEMON else []
+            code = cli.main([name, *given, *at])
+            out, err = capsys.readouterr()
+            assert (code, err) == (0, ""), (name, code, err)
+            wrong = list(misfits(json.loads(out), schema, name))
+            assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", ON_A_DAEMON)
+def test_no_daemon_is_one_line_and_code_1(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command that needs one says how to start it."""
+    arguments = {"unpin": ["1"], "warm": ["x"], "evict": ["x"], "record": [str(tmp_path / "t")]}
+    given = [*arguments.get(name, []), "--socket", str(tmp_path / "none")]
+    assert cli.main([name, *given]) == 1
+    out, err = capsys.readouterr()
+    assert "kvd serve" in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_argument_is_one_line_and_code_2(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option that no command has is refused before anything is done."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--no-such-option"])
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_examples_and_exit_codes(name: str) -> None:
+    """What a command prints at the end of its help begins with examples and ends with codes."""
+    epilog = parser_of(name).epilog or ""
+    assert epilog.startswith(("example:", "examples:"))
+    assert f"\n  kvd {name}" in epilog
+    assert "\nexit code" in epilog
+    assert max(map(len, epilog.splitlines())) <= 100
+
+
+# ------------------------------------------------------------------------------------------- Tab
+
+
+def completed(line: str, tmp_path: Path, **environment: str) -> set[str]:
+    """What Tab offers at the end of a line."""
+    answer = tmp_path / "answer"
+    variables = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        **environment,
+    }
+    answer.write_text("")
+    subprocess.run(
+        [sys.executable, "-m", "kvd"],
+        env={**os.environ, **variables},
+        check=True,
+        timeout=15,
+        capture_output=True,
+    )
+    return {word.strip() for word in answer.read_text().split("\n")} - {""}
+
+
+def test_tab_completes_commands_options_and_namespaces(
+    daemon: DaemonProcess, connect: Callable[..., kvd_client.Client], tmp_path: Path
+) -> None:
+    """Commands by their beginning, a command's own options, labels of what is there."""
+    pytest.importorskip("argcomplete")
+    assert {"pin", "plan"} <= completed("kvd p", tmp_path)
+    assert "--older-than" in completed("kvd evict --", tmp_path)
+    connect()
+    while not (found := completed("kvd warm ", tmp_path, KVD_SOCKET=daemon.socket)):
+        pass
+    assert "model@1" in found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_set_up(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed names kvd; bash takes it."""
+    pytest.importorskip("argcomplete")
+    assert cli.main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert "kvd" in out
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=out, text=True, check=True, timeout=15)
