@@ -25,9 +25,9 @@ class CutOffConnector(KvdConnector):
 
 
 class SlowConnector(KvdConnector):
-    """Every copy takes `slow_s` longer (0.2): before, between and after its bytes are moved."""
+    """Every copy takes `slow_s` longer: before, between and after its bytes are moved."""
 
-    slow_s = 0.2
+    slow_s = 1.5  # more than a step, so that saves fall behind and their blocks are taken again
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register, then put a brake on the copies."""
