@@ -82,12 +82,12 @@ def until_denied(admin: Admin, *ask: Any) -> None:
 
 
 def flood(here: socket.socket, packet: bytes) -> int:
-    """Send a packet until the socket takes no more; return how often."""
+    """Send a packet until the socket is full, or was closed (D2); return how often."""
     here.settimeout(0)
     for count in range(100_000):
         try:
             here.send(packet)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             return count
     raise AssertionError("the daemon takes everything in")
 
