@@ -141,6 +141,7 @@ class Eviction:
         """Hear that a session has published objects of a chunk; before it is offered."""
         self._young[chunk] = until_ns = self.now_ns + int(GRACE_S * 1e9)
         self._ages.append((until_ns, chunk))
+        self._let_grow()  # here as well, where the tier may never be full
 
     def _let_grow(self) -> None:
         """Let time pass over the young."""

@@ -281,3 +281,15 @@ def test_what_was_just_stored_is_held_back_from_a_policy_that_ranks_it_lowest() 
     host.put(space, "s")
     assert host.here(new) == [True, False], "all are young: of those that may go, the oldest leaf"
     host.catalog.check()
+
+
+def test_nothing_is_kept_of_the_young_for_longer_than_they_are() -> None:
+    """Also where nothing is ever evicted for want of room."""
+    host = Host(policy="lifetable")
+    space = host.enter()
+    for turn in range(20):
+        (chunk,) = host.put(space, f"p{turn}")
+        host.catalog.evict(chunk, "operator")
+        host.eviction.now_ns += int(GRACE_S * 1e9)
+    assert len(host.eviction._ages) == 1
+    host.catalog.check()
