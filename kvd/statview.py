@@ -74,7 +74,8 @@ def _show(socket: str, *, as_json: bool) -> int:
         sys.stdout.write(render(snapshot, colours=colours) + "\n")
     if not snapshot.alive:
         return EXIT_NO_DAEMON
-    return EXIT_SILENT if snapshot.age_s > SILENT_S else EXIT_OK
+    hangs = snapshot.age_s > SILENT_S or list_of(snapshot.stats, "late")
+    return EXIT_SILENT if hangs else EXIT_OK
 
 
 def _json(snapshot: Snapshot) -> str:
