@@ -284,8 +284,14 @@ class Desk:
                 "none of it was pinned: it is not in host memory (`kvd warm` first), or the pins "
                 "of this tenant have half of what its leases may hold"
             )
-        fields = {"pin": pin.id, "chunks": len(pin.chunks), "bytes": pin.held_bytes}
-        _LOG.info("pinned", uid=visitor.uid, space=space.label, **fields)
+        _LOG.info(
+            "pinned",
+            uid=visitor.uid,
+            space=space.label,
+            pin=pin.id,
+            chunks=len(pin.chunks),
+            bytes=pin.held_bytes,
+        )
         return Answer(0, [self._pin_row(pin)])
 
     async def _unpin(self, visitor: Visitor, ask: wire.Unpin) -> Answer:
@@ -327,8 +333,14 @@ class Desk:
         space = self._space(visitor, ask.space)
         name = (ask.space, ask.older_s, ask.host_only, ask.dry)
         if not ask.after:
-            what = {"older_s": ask.older_s, "host_only": ask.host_only, "dry": ask.dry}
-            _LOG.info("evict asked for", uid=visitor.uid, space=space.label, **what)
+            _LOG.info(
+                "evict asked for",
+                uid=visitor.uid,
+                space=space.label,
+                older_s=ask.older_s,
+                host_only=ask.host_only,
+                dry=ask.dry,
+            )
             job = Eviction(
                 self._catalog,
                 space,

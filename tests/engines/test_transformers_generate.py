@@ -146,9 +146,10 @@ def test_what_kvd_cannot_take_on_runs_without_it(daemon: Any) -> None:
         ("only from an empty cache", {"inputs": ids, "prefill_chunk_size": 64}),
         ("use_cache is off", {"inputs": ids, "use_cache": False}),
         ("whether KV depends", {"inputs": ids, "position_ids": torch.arange(70)[None]}),
-        ("'offloaded'", {"inputs": ids, "cache_implementation": "offloaded"}),
         ("padding_side = 'left'", {"inputs": ids, "attention_mask": 1 - torch.eye(70)[-1:]}),
     ]
+    if torch.cuda.is_available():  # without a GPU it fails in transformers itself
+        cases.append(("'offloaded'", {"inputs": ids, "cache_implementation": "offloaded"}))
     for words, call in cases:
         again = {**call}
         if "past_key_values" in call:

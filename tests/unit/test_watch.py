@@ -143,6 +143,14 @@ class Terminal:
             if select.select([self.master], [], [], 0.1)[0]:
                 self.seen += os.read(self.master, 65_536).decode(errors="replace")
 
+    def stopped(self) -> None:
+        """Wait until it is stopped."""
+        end = time.monotonic() + 15
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end, "it is not stopped"
+            time.sleep(0.01)
+
     def ended(self) -> int:
         """Wait for its end; return its code, the terminal being as before."""
         code = self.process.wait(15)
@@ -188,6 +196,7 @@ def test_signals_leave_the_terminal_as_it_was(terminal: Terminal, number: signal
 def test_a_changed_window_is_drawn_at_once(terminal: Terminal) -> None:
     """Narrower lines come before the interval is over; Ctrl-Z gives the terminal back until fg."""
     terminal.until("q leaves")
+    terminal.until("\x1b[K\x1b[J")  # the whole of it
     before = len(terminal.seen)
     terminal.resize(40)
     terminal.process.send_signal(signal.SIGWINCH)
@@ -198,6 +207,7 @@ def test_a_changed_window_is_drawn_at_once(terminal: Terminal) -> None:
     terminal.until(LEAVE, before)
     assert termios.tcgetattr(terminal.slave) == terminal.before
     before = len(terminal.seen)
+    terminal.stopped()  # a SIGCONT that comes before the stop is lost
     terminal.process.send_signal(signal.SIGCONT)
     terminal.until(ENTER, before)
     os.write(terminal.master, b"q")
