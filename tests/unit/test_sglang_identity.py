@@ -17,6 +17,7 @@ from kvd_client.sglang.identity import (
     read_salt,
 )
 from kvd_client.sglang.options import Options, read_options
+from kvd_client.sglang.pool import shape_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,3 +207,35 @@ def test_a_bad_salt_is_named(tmp_path: Path) -> None:
     short.write_bytes(b"s" * 16)
     assert read_salt(Options(salt_file=str(short))) == b"s" * 16
     assert read_salt(Options()) == b""
+
+
+def _refuse(error: Exception) -> Any:
+    """Make a pool's method that fails."""
+
+    def refuse(_: object) -> None:
+        raise error
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": None}, "has no dtype"),
+        ({"layout": ""}, "has no layout"),
+        ({"dtype": None, "layout": None}, "has no dtype and no layout"),
+        ({"get_page_buffer_meta": _refuse(AssertionError())}, "lie: AssertionError"),
+        ({"get_page_buffer_meta": _refuse(RuntimeError("odd"))}, "lie: RuntimeError odd"),
+        ({"get_page_buffer_meta": None}, "lie: TypeError"),
+        ({"get_page_buffer_meta": lambda _: None}, "no bytes of its own"),
+    ],
+)
+def test_a_pool_that_does_not_say_what_it_is_ends_the_start(
+    change: dict[str, Any], words: str
+) -> None:
+    """Unknown is refused by a line that names the pool: two of them would be taken for one."""
+    pytest.importorskip("torch")
+    known = {"get_page_buffer_meta": lambda _: ([0], [64]), "dtype": "bfloat16", "layout": "x"}
+    assert shape_of(SimpleNamespace(**known), "kv").order == "x"
+    with pytest.raises(ValueError, match=f"'kv'.*{words}"):
+        shape_of(SimpleNamespace(**(known | change)), "kv")

@@ -49,18 +49,25 @@ def shape_of(pool: Any, name: str) -> Shape:  # noqa: ANN401 - SGLang's host poo
 
     Raises:
         ValueError: It does not say, or its pages are no runs of bytes; the text names the pool.
+            What it fails with when asked is SGLang's, and whatever that is ends the start here.
     """
     import torch
 
     page_tokens = int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
     try:
         meta = pool.get_page_buffer_meta(torch.arange(page_tokens, dtype=torch.int64))
-        sizes = tuple(int(size) for size in meta[1]) if meta else ()
-    except (AttributeError, AssertionError, NotImplementedError, ValueError) as error:
-        msg = f"SGLang's host pool {name!r} does not tell where its pages lie: {error}"
+    except Exception as error:
+        what = f"{type(error).__name__} {error}".rstrip()
+        msg = f"SGLang's host pool {name!r} does not tell where its pages lie: {what}"
         raise ValueError(msg) from error
+    sizes = tuple(int(size) for size in meta[1]) if meta else ()
     if not sizes:
         msg = f"SGLang's host pool {name!r} has no bytes of its own: kvd cannot keep this model's"
+        raise ValueError(msg)
+    missing = [key for key in ("dtype", "layout") if not getattr(pool, key, None)]
+    if missing:
+        lacks = " and no ".join(missing)
+        msg = f"SGLang's host pool {name!r} has no {lacks}: kvd cannot tell it apart"
         raise ValueError(msg)
     kinds = {key: str(getattr(pool, key, "")) for key in ("start_layer", "end_layer", "v_head_dim")}
     detail = f"{type(pool).__name__} {kinds} {getattr(pool, 'storage_format_tag', None)}"
@@ -68,8 +75,8 @@ def shape_of(pool: Any, name: str) -> Shape:  # noqa: ANN401 - SGLang's host poo
         name=name,
         spans=sizes,
         page_tokens=page_tokens,
-        dtype=str(getattr(pool, "dtype", "uint8")).removeprefix("torch."),
-        order=str(getattr(pool, "layout", "unknown")),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        order=str(pool.layout),
         detail=detail,
         layers=max(1, int(getattr(pool, "layer_num", 1) or 1)),
         heads=int(getattr(pool, "head_num", 0) or 0),
