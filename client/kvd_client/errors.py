@@ -6,6 +6,7 @@
     +-- WireError           bytes that break the protocol; ``field`` names the broken one
     +-- RingError           a ring whose indexes or checksums cannot be right
     +-- HandleClosed        a lease or reservation used after its end
+    +-- Unsupported         an engine whose KV cannot be cached safely (only when it starts)
 
 Engine calls (`lookup`, `acquire`, `reserve`, `publish`) raise none of these because of the
 daemon: no daemon, a full tier or a lost session is a miss.
@@ -48,3 +49,7 @@ class RingError(KvdError):
 
 class HandleClosed(KvdError):
     """A lease or reservation used after it was released, published or lost."""
+
+
+class Unsupported(KvdError, ValueError):
+    """This engine's KV cannot be cached safely; the text says why and what would change it."""

@@ -14,7 +14,6 @@ from kvd_client.sglang.identity import (
     chunk_hashes,
     describe,
     read_model,
-    read_salt,
 )
 from kvd_client.sglang.options import Options, read_options
 from kvd_client.sglang.pool import shape_of
@@ -194,19 +193,6 @@ def test_keys_are_taken_as_they_are() -> None:
     odd = ["ab" * 31, "ab" * 33, "zz" * 32, "ab" * 32 + "_0", ""]
     assert len({*chunk_hashes(odd), chunk_hash("ab" * 32)}) == len(odd) + 1
     assert chunk_hashes(None) == []
-
-
-def test_a_bad_salt_is_named(tmp_path: Path) -> None:
-    """No file, or a short one, ends the start."""
-    short = tmp_path / "salt"
-    short.write_bytes(b"short")
-    with pytest.raises(ValueError, match="16 to 64 bytes"):
-        read_salt(Options(salt_file=str(short)))
-    with pytest.raises(ValueError, match="No such file"):
-        read_salt(Options(salt_file=str(tmp_path / "none")))
-    short.write_bytes(b"s" * 16)
-    assert read_salt(Options(salt_file=str(short))) == b"s" * 16
-    assert read_salt(Options()) == b""
 
 
 def _refuse(error: Exception) -> Any:

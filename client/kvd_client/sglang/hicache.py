@@ -20,7 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvd_client.sglang.identity import chunk_hash, chunk_hashes, describe, read_model, read_salt
+from kvd_client.salt import read_salt
+from kvd_client.sglang.identity import chunk_hash, chunk_hashes, describe, read_model
 from kvd_client.sglang.options import read_options
 from kvd_client.sglang.pool import PoolStore, shape_of
 
@@ -44,7 +45,7 @@ class KvdHiCache(HiCacheStorage):  # type: ignore[misc]
         """
         self._config = storage_config
         self._options = read_options(storage_config.extra_config or {})
-        self._salt = read_salt(self._options)
+        self._salt = read_salt(self._options.salt_file)
         self._model = read_model(
             str(storage_config.model_name or ""),
             _server(),

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvd_client.identity import DTYPES, HASH_BYTES, RANKS_MAX, Group, Layout, Namespace
-from kvd_client.vllm.errors import Unsupported
-from kvd_client.vllm.weights import LOAD_FORMATS, files_digest, model_place
+from kvd_client.weights import model_place, weights_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +121,7 @@ def read_model(name: str, server: Any, options: Options, version: str) -> Model:
     if server is not None:
         revision = getattr(server, "revision", None)
         downloads = getattr(server, "download_dir", None)
-        place = _place(str(server.model_path), revision, downloads)
+        place = model_place(str(server.model_path), revision, downloads)
         settings = {key: str(getattr(server, key, None)) for key in _SETTINGS}
         facts |= {"settings": settings, "config": _config(place, options)}
         facts["scales"] = _file(getattr(server, "quantization_param_path", None))
@@ -130,7 +129,9 @@ def read_model(name: str, server: Any, options: Options, version: str) -> Model:
         weights = weights or _weights(place, settings["load_format"], server.model_path)
         wanted = getattr(server, "speculative_draft_model_path", None)
         if wanted and not draft:
-            draft = _weights(_place(str(wanted)), "auto", wanted, "draft_weights")
+            draft = _weights(
+                model_place(str(wanted), None, downloads), "auto", wanted, "draft_weights"
+            )
     if not weights:
         msg = f'the weights of {name} are not known here: set "weights" to a digest of them'
         raise ValueError(msg)
@@ -140,29 +141,10 @@ def read_model(name: str, server: Any, options: Options, version: str) -> Model:
     return Model(shown or "model", weights, dtype, _digest(facts))
 
 
-def _place(name: str, revision: str | None = None, downloads: str | None = None) -> Path | None:
-    """Find a model's folder on this host; None for what is neither that nor a model's name."""
-    try:
-        return model_place(name, revision, downloads)
-    except ValueError:  # Hugging Face's, of a path that is not there
-        return None
-
-
-def _weights(place: Path | None, load_format: str, name: str, option: str = "weights") -> str:
-    """Digest weights by their files; ValueError where files do not tell."""
+def _weights(place: Path | None, load_format: str, name: object, option: str = "weights") -> str:
+    """Digest weights by their files; Unsupported where files do not tell."""
     mend = f'set "{option}" to a digest of them in --hicache-storage-backend-extra-config'
-    if load_format not in LOAD_FORMATS:
-        msg = f"load_format {load_format!r} does not tell what the weights of {name} are: {mend}"
-        raise ValueError(msg)
-    if place is None:
-        msg = f"the files of {name} are not on this host: {mend}"
-        raise ValueError(msg)
-    try:
-        return files_digest(place)
-    except Unsupported as error:
-        reason = str(error).split(": give ")[0]
-        msg = f"{reason}: {mend}"
-        raise ValueError(msg) from error
+    return weights_digest(str(name), place, load_format, mend)
 
 
 def _config(place: Path | None, options: Options) -> Any:  # noqa: ANN401 - any JSON value
@@ -253,22 +235,6 @@ def describe(
     )
     layout = Layout(shape.page_tokens, shape.page_tokens, dtype, (group,), tp=tp, order=order)
     return Identity(namespace.check(), layout.check(), rank)
-
-
-def read_salt(options: Options) -> bytes:
-    """Read the salt that engines who share have in common; empty without one.
-
-    Raises:
-        ValueError: The file cannot be read, or holds too little or too much.
-    """
-    if not options.salt_file:
-        return b""
-    try:
-        salt = Path(options.salt_file).read_bytes()
-        return Namespace("m", "r", "d", salt=salt).check().salt
-    except (OSError, ValueError) as error:
-        msg = f"salt_file {options.salt_file}: {error}"
-        raise ValueError(msg) from error
 
 
 def chunk_hash(key: str) -> bytes:

@@ -5,7 +5,7 @@
         "kv_load_failure_policy": "recompute"}'
 
     options      what a user may set in kv_connector_extra_config
-    identity     what makes this engine's KV the same as another's; weights: digest of the files
+    identity     what makes this engine's KV the same as another's
     plans        what to do for one request: a state machine, pure
     saving       which chunks to save when, and which blocks are taken again; pure
     scheduler    the half in vLLM's scheduler process: asks kvd, without torch

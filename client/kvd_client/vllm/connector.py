@@ -21,7 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client.vllm.errors import Unsupported, log_fault
+from kvd_client.errors import Unsupported
+from kvd_client.vllm.errors import log_fault
 from kvd_client.vllm.options import read_options
 from kvd_client.vllm.scheduler import Scheduler
 from kvd_client.vllm.telemetry import KvdKept, KvdPromMetrics, KvdStats, stored_event

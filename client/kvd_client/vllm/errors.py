@@ -1,12 +1,6 @@
-"""Why kvd stays out of an engine, and what is said about mistakes of its own."""
+"""What is said about mistakes of kvd's own."""
 
 from __future__ import annotations
-
-from kvd_client.errors import KvdError
-
-
-class Unsupported(KvdError):
-    """This engine's KV cannot be cached safely; the text says why and what would change it."""
 
 
 def log_fault(what: str) -> None:

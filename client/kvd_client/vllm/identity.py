@@ -20,9 +20,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvd_client.errors import Unsupported
 from kvd_client.identity import DTYPES, Group, Layout, Namespace
-from kvd_client.vllm.errors import Unsupported
-from kvd_client.vllm.weights import weights_digest
+from kvd_client.weights import model_place, weights_digest
 
 if TYPE_CHECKING:
     from kvd_client.vllm.options import Options
@@ -116,7 +116,7 @@ def describe(
     }
     namespace = Namespace(
         model=Path(str(model.model)).name[:128] or "model",
-        revision=options.weights or weights_digest(model, config.load_config),
+        revision=options.weights or _weights(model, config.load_config),
         dtype=dtype,
         rope=_short(rope),
         extra=f"vllm {version} {_digest(facts)}",
@@ -125,6 +125,15 @@ def describe(
         return Identity(namespace.check(), layout.check(), page_tokens, hash_tokens)
     except ValueError as error:
         raise Unsupported(str(error)) from error
+
+
+def _weights(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's
+    """Digest the weights that vLLM loads."""
+    name = str(model.model)
+    place = model_place(name, model.revision, getattr(load, "download_dir", None))
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    mend = 'give "weights": "DIGEST" in kv_connector_extra_config'
+    return weights_digest(name, place, load_format, mend)
 
 
 def _order(config: Any, caches: Any) -> str:  # noqa: ANN401 - vLLM's
@@ -237,21 +246,6 @@ def _short(text: str) -> str:
 def _digest(facts: dict[str, Any]) -> str:
     body = json.dumps(facts, sort_keys=True, default=str)
     return blake2b(body.encode(), digest_size=32, person=b"kvd.vllm.facts.1").hexdigest()
-
-
-def read_salt(options: Options) -> bytes:
-    """Read the salt that engines who share have in common; empty without one.
-
-    Raises:
-        Unsupported: The file cannot be read, or holds too little or too much.
-    """
-    if not options.salt_file:
-        return b""
-    try:
-        salt = Path(options.salt_file).read_bytes()
-        return Namespace("m", "r", "d", salt=salt).check().salt
-    except (OSError, ValueError) as error:
-        raise Unsupported(f"salt_file {options.salt_file}: {error}") from error
 
 
 def adapter_hash(digest: str, block_hash: bytes) -> bytes:

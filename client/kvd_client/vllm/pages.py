@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from kvd_client.vllm.errors import Unsupported
+from kvd_client.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvd_client.client import Client
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
+from kvd_client.salt import read_salt
 from kvd_client.vllm import saving
 from kvd_client.vllm.announce import Announcer, Chunk, chunk_of
-from kvd_client.vllm.identity import adapter_hash, read_salt
+from kvd_client.vllm.identity import adapter_hash
 from kvd_client.vllm.messages import Load, Save, Step
 from kvd_client.vllm.plans import Action, Plan, Stage
 from kvd_client.vllm.stats import Counts
@@ -95,7 +96,7 @@ class Scheduler:
         client = Client(
             self._options.socket,
             namespace=namespace._replace(
-                salt=read_salt(self._options), extra=namespace.extra + self._generation
+                salt=read_salt(self._options.salt_file), extra=namespace.extra + self._generation
             ),
             layout=identity.layout,
             name="vllm scheduler",

@@ -15,7 +15,8 @@ from kvd_client import _copiers
 from kvd_client.client import Client
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
-from kvd_client.vllm.identity import Identity, describe, read_salt
+from kvd_client.salt import read_salt
+from kvd_client.vllm.identity import Identity, describe
 from kvd_client.vllm.mover import CLOSE_S, Ended, Mover
 from kvd_client.vllm.pages import find_pages
 from kvd_client.vllm.stats import Counts
@@ -67,7 +68,7 @@ class Worker:
         identity = describe(
             self._config, self._caches, self._options, backend=backend, version=version
         )
-        read_salt(self._options)
+        read_salt(self._options.salt_file)
         threads = max(1, min(THREADS_MAX, os.cpu_count() or 1))
         copier = _copiers.best_copier(threads)
         self._pages = find_pages(self._caches, tensors, identity.pages, copier)
@@ -84,7 +85,7 @@ class Worker:
         client = Client(
             self._options.socket,
             namespace=namespace._replace(
-                salt=read_salt(self._options), extra=namespace.extra + self._generation
+                salt=read_salt(self._options.salt_file), extra=namespace.extra + self._generation
             ),
             layout=layout,
             rank=self._rank,

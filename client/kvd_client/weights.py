@@ -5,7 +5,7 @@ blobs called by their SHA-256, and those names are taken. Any other file is read
 digest is remembered under the file's path, size, inode and times (of change, too, which nobody can
 set), so that the next start, and the next rank, only look. One process reads, the others wait.
 
-A file rewritten in place while it is read, or after vLLM has read it and before this has, is not
+A file rewritten in place while it is read, or between the engine's reading of it and this, is not
 noticed: do not update a model's folder under a running engine.
 """
 
@@ -17,9 +17,9 @@ import re
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from kvd_client.vllm.errors import Unsupported
+from kvd_client.errors import Unsupported
 
 SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 LOAD_FORMATS: Final = frozenset(
@@ -30,27 +30,28 @@ READ_BYTES: Final = 8 << 20
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-def weights_digest(model_config: Any, load_config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Give a digest of the weights that vLLM loads, as hexadecimal text.
+def weights_digest(name: str, place: Path | None, load_format: str, mend: str) -> str:
+    """Give a digest of the weights that an engine loads, as hexadecimal text.
+
+    Args:
+        name: Of the model, for people.
+        place: From `model_place`.
+        load_format: The engine's name of how it reads them.
+        mend: What the user is to set where files do not tell.
 
     Raises:
-        Unsupported: They are not known by files in one folder; the text says what to do.
+        Unsupported: They are not known by files in one folder; the text ends with `mend`.
     """
-    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
     if load_format not in LOAD_FORMATS:
         raise Unsupported(
-            f"load_format {load_format!r} does not tell what the weights are:"
-            ' give "weights": "DIGEST" in kv_connector_extra_config'
+            f"load_format {load_format!r} does not tell what the weights of {name} are: {mend}"
         )
-    where = model_place(
-        str(model_config.model), model_config.revision, getattr(load_config, "download_dir", None)
-    )
-    if where is None:
-        raise Unsupported(
-            f"the files of {model_config.model} are not on this host:"
-            ' give "weights": "DIGEST" in kv_connector_extra_config'
-        )
-    return files_digest(where)
+    if place is None:
+        raise Unsupported(f"the files of {name} are not on this host: {mend}")
+    try:
+        return files_digest(place)
+    except OSError as error:
+        raise Unsupported(f"the weights in {place} are not known: {error}: {mend}") from error
 
 
 def model_place(model: str, revision: str | None, download_dir: str | None) -> Path | None:
@@ -59,9 +60,12 @@ def model_place(model: str, revision: str | None, download_dir: str | None) -> P
         return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:
+
+        found = try_to_load_from_cache(
+            model, "config.json", cache_dir=download_dir, revision=revision
+        )
+    except (ImportError, ValueError):  # ValueError: a path that is not there
         return None
-    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -69,21 +73,15 @@ def files_digest(where: Path) -> str:
     """Digest the weights in a folder, or one file of weights.
 
     Raises:
-        Unsupported: There are none, or they cannot be read.
+        OSError: There are none, or they cannot be read.
     """
-    try:
-        files = [where] if where.is_file() else sorted(where.iterdir())
-        files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
-        if not files:
-            raise Unsupported(
-                f"{where} holds no weights ({', '.join(sorted(SUFFIXES))}):"
-                ' give "weights": "DIGEST" in kv_connector_extra_config'
-            )
-        total = blake2b(digest_size=32, person=b"kvd.vllm.weights")
-        for file in files:
-            total.update(f"{file.name} {file.stat().st_size} {_file_digest(file)}\n".encode())
-    except OSError as error:
-        raise Unsupported(f"the weights in {where} cannot be read: {error}") from error
+    files = [where] if where.is_file() else sorted(where.iterdir())
+    files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+    if not files:
+        raise FileNotFoundError(f"no file {', '.join(sorted(SUFFIXES))}")
+    total = blake2b(digest_size=32, person=b"kvd.vllm.weights")
+    for file in files:
+        total.update(f"{file.name} {file.stat().st_size} {_file_digest(file)}\n".encode())
     return total.hexdigest()
 
 
