@@ -129,7 +129,7 @@ class Gate:
         """Start by loading."""
         self.prefill = Rate()
         self.loading = True
-        self.why = "prefill rate not reported"
+        self.why = "no prefill rate reported yet: loads all"
 
     def worth(self, offers: list[tuple[int, Load]], rates: Rates) -> int:
         """Return how many chunks of a usable prefix are worth loading.

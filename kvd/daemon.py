@@ -104,11 +104,16 @@ class Daemon:
         self.cold = self._cold_tier() if config.nvme.size_bytes else None
         self.directory = join(config, self.catalog, self.clock, self.epoch)
         self.gpu = self._gpu_side() if config.gpu.size_bytes else None
-        self.dispatcher = Dispatcher(
-            self.catalog, self.leases, config.limits, self.clock, self.cold, gpu=self.gpu
-        )
         self.peers = self._peers() if config.peer.address and config.transfer.shared else None
-        self.dispatcher.reach = self.peers.requests if self.peers else None
+        self.dispatcher = Dispatcher(
+            self.catalog,
+            self.leases,
+            config.limits,
+            self.clock,
+            self.cold,
+            gpu=self.gpu,
+            reach=self.peers.requests if self.peers else None,
+        )
         self.sessions: dict[OwnerId, Session] = {}
         self.orphans: dict[OwnerId, tuple[int, Tenant]] = {}
         self.notes: list[str] = []

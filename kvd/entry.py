@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvd.cost import Gate
 from kvd.errors import InvariantError
+from kvd.measures import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,6 +173,7 @@ class Space:
         prefix_only: No group but `full` and `mla`: the usable prefix ends at the first hole.
         chunks: By hash.
         sessions: Live sessions; a space without sessions and chunks is forgotten.
+        usage: What was asked for and given in it.
     """
 
     __slots__ = (
@@ -188,6 +190,7 @@ class Space:
         "sessions",
         "strides",
         "tenant",
+        "usage",
     )
 
     def __init__(
@@ -211,6 +214,7 @@ class Space:
         self.sessions = 0
         self.lossy = False
         self.gate = Gate()
+        self.usage = Usage()
         self._sizes: dict[int, int] = {}
 
     def bytes_of(self, mask: int) -> int:

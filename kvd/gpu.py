@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from kvd import log
 from kvd.catalog import DAEMON, NEVER_NS
 from kvd.entry import SlotState
-from kvd.places import place_record
+from kvd.places import place_record, slots_of
 from kvd.tiers.gpu import Copy, GpuTier, Outcome
 from kvd.tiers.slab import SlabPool
 from kvd.twins import Twins
@@ -155,6 +155,11 @@ class GpuSide:
                 self._wanted(slot)
                 told.append(place)
         return told
+
+    def whole(self, chunk: Chunk) -> bool:
+        """Tell whether all that rank 0 reads of a chunk may be read from GPU memory."""
+        slots = slots_of(chunk, 0)
+        return bool(slots) and all(self.twins.readable(slot) for slot in slots)
 
     # ---------------------------------------------------------------- copies
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvd.entry import Chunk
+    from kvd.hits import Had
     from kvd.types import LeaseId, OwnerId, Tenant
 
 
@@ -40,6 +41,7 @@ class Lease:
         tenant: The owner's tenant.
         chunks: What it pins; `first` is the index of the first of them in the chain.
         first: See `chunks`.
+        had: What was in host slots when it was asked for, see `kvd.hits`; None: all of it.
         reading: Whether its owner was told where the bytes are.
         deadline_ns: When it is overdue or ends.
         state: See the module.
@@ -49,6 +51,7 @@ class Lease:
         "chunks",
         "deadline_ns",
         "first",
+        "had",
         "id",
         "owner",
         "reading",
@@ -68,6 +71,7 @@ class Lease:
         first: int,
         reading: bool,
         deadline_ns: int,
+        had: Had | None = None,
     ) -> None:
         """Start active."""
         self.id = lease
@@ -76,6 +80,7 @@ class Lease:
         self.tenant = tenant
         self.chunks = chunks
         self.first = first
+        self.had = had
         self.reading = reading
         self.deadline_ns = deadline_ns
         self.state = LeaseState.ACTIVE

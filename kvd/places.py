@@ -41,3 +41,10 @@ def places_of(layout: Layout, chunks: Iterable[Chunk], first: int, rank: int) ->
         for group, column in columns
         if chunk.mask >> column & 1
     ]
+
+
+def slots_of(chunk: Chunk, rank: int) -> list[Slot]:
+    """Return the slots of a rank's published objects of a chunk."""
+    layout = chunk.space.layout
+    columns = [layout.column(group, rank) for group in range(len(layout.groups))]
+    return [chunk.slots[column] for column in columns if chunk.mask >> column & 1]

@@ -63,3 +63,12 @@ def about(size_bytes: float) -> str:
         amount, unit = amount / KIB, larger
     places = 0 if unit == "B" or abs(amount) >= 99.95 else 1 if abs(amount) >= 9.995 else 2  # noqa: PLR2004
     return f"{amount:.{places}f} {unit}"
+
+
+def many(count: float) -> str:
+    """Return a count for reading: whole below ten million, then as in "12.3 M"."""
+    if count < 1e7:  # noqa: PLR2004
+        return f"{count:,.0f}"
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6))
+    unit, size = next((unit, size) for unit, size in units if count >= size)
+    return f"{count / size:.3g} {unit}"

@@ -128,6 +128,7 @@ def _spaces(daemon: Daemon) -> list[dict[str, Any]]:
             "sessions": space.sessions,
             "prefill_tokens_s": round(space.gate.prefill.per_s),
             "gate": space.gate.why,
+            **space.usage.page(),
         }
         for space in list(daemon.catalog.spaces.values())[:LISTED_MAX]
     ]

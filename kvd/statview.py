@@ -11,19 +11,24 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvd import statpage
+from kvd import statpage, stattables
 from kvd.health import SILENT_S
 from kvd.sizes import about
-from kvd.tables import CELL_CHARS_MAX, aligned, clean, duration
+from kvd.statfields import getters, list_of, map_of, number_of, text_of
+from kvd.tables import aligned, clean, duration, folded
 from kvd_client.paths import stat_page_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from kvd.statpage import Snapshot
 
 ROWS_MAX = 8
 REASON_CHARS_MAX = 60
+COLUMNS = 80
+NAME_CHARS = 10
+_MEANS = {"clean": " (still on NVMe)", "capacity": " (lost, for room)"}
+"""What becomes of an object that leaves host memory, where the reason's name is not enough."""
 
 EXIT_OK, EXIT_NO_DAEMON, EXIT_SILENT = 0, 1, 3
 
@@ -70,8 +75,10 @@ def _show(socket: str, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(_json(snapshot) + "\n")
     else:
-        colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        sys.stdout.write(render(snapshot, colours=colours) + "\n")
+        on_terminal = sys.stdout.isatty()
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns if on_terminal else COLUMNS
+        colours = on_terminal and not os.environ.get("NO_COLOR")
+        sys.stdout.write(render(snapshot, colours=colours, columns=max(COLUMNS, columns)) + "\n")
     if not snapshot.alive:
         return EXIT_NO_DAEMON
     hangs = snapshot.age_s > SILENT_S or list_of(snapshot.stats, "late")
@@ -90,24 +97,34 @@ def _json(snapshot: Snapshot) -> str:
     return json.dumps({**snapshot.stats, "page": page})
 
 
-def render(snapshot: Snapshot, *, colours: bool = False) -> str:
-    """Return the table: some 25 lines, 10 more with an NVMe tier."""
+def render(snapshot: Snapshot, *, colours: bool = False, columns: int = COLUMNS) -> str:
+    """Return the screen: some 25 lines, 10 more with an NVMe tier; by itself 80 columns wide."""
 
     def paint(how: str, text: str) -> str:
         return f"\x1b[{_SGR[how]}m{text}\x1b[0m" if colours and text else text
 
     stats = snapshot.stats
     lines = [_title(snapshot, paint)]
-    lines += [paint(style, text) for style, text in warnings(snapshot)]
-    lines += [*_listed(tier_rows(stats), paint), ""]
+    for style, text in warnings(snapshot):
+        lines += [paint(style, line) for line in folded(text, columns)]
+    lines += [*_listed(stattables.tiers(stats), paint, columns), ""]
     for name, text in _figures(stats):
-        lines.append(f"{paint('bold', f'{name:<10}')}{text}")
-    for table in (_tenants(stats), _usage(stats), _sessions(stats), _spaces(stats)):
-        lines += _listed(table, paint)
+        first, *more = folded(text, columns - NAME_CHARS)
+        lines.append(f"{paint('bold', f'{name:<{NAME_CHARS}}')}{first}")
+        lines += [" " * NAME_CHARS + line for line in more]
+    tables = [
+        stattables.tenants(stats),
+        stattables.usage(stats, "tenants", "name"),
+        stattables.usage(stats, "spaces", "label"),
+        stattables.spaces(stats),
+        stattables.sessions(stats),
+    ]
     if map_of(stats, "nvme"):
-        lines += _listed(_gates(stats), paint, REASON_CHARS_MAX)
+        tables.append(stattables.gates(stats))
     if map_of(stats, "peer"):
-        lines += _listed(_peers(stats), paint, REASON_CHARS_MAX)
+        tables.append(stattables.peers(stats))
+    for table in tables:
+        lines += _listed(table, paint, columns)
     return "\n".join(lines)
 
 
@@ -118,10 +135,10 @@ def _title(snapshot: Snapshot, paint: Callable[[str, str], str]) -> str:
         [
             paint("bold", f"kvd {text_of(stats, 'version')}".strip()),
             paint("green" if state == "serving" else "yellow", state),
-            text_of(stats, "socket"),
             f"pid {snapshot.pid}",
             f"up {duration(number_of(stats, 'uptime_s'))}",
             paint("dim", f"page {snapshot.age_s:.1f} s old"),
+            text_of(stats, "socket"),
         ]
     )
 
@@ -148,27 +165,6 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "yellow", f"note: NVMe takes nothing in: it is {state}"
 
 
-def tier_rows(stats: dict[str, Any]) -> list[list[str]]:
-    """Tabulate the tiers: what each has, what of it is free or out of use, and what it gave."""
-    rows = [["TIER", "STATE", "SIZE", "USED", "FREE", "LEASED", "QUARANTINE", "HIT TOKENS"]]
-    for name in ("gpu", "host", "nvme"):
-        tier = map_of(stats, name)
-        if not number_of(tier, "capacity_bytes"):
-            continue
-        size, used = (number_of(tier, f"{what}_bytes") for what in ("capacity", "used"))
-        ready = number_of(tier, "ready_bytes") if "ready_bytes" in tier else size
-        state = text_of(tier, "state").partition(":")[0]
-        state = state or ("ready" if ready >= size else f"{100 * ready / size:.0f} %")
-        hits = sum(number_of(map_of(t, "hit_tokens"), name) for t in rows_of(stats, "tenants"))
-        leased, quarantined = (
-            about(number_of(tier, f"{what}_bytes")) if name == "host" else "-"
-            for what in ("pinned", "quarantined")
-        )
-        sizes = [about(size), about(used), about(max(0.0, size - used))]
-        rows.append([name, state, *sizes, leased, quarantined, f"{hits:,.0f}"])
-    return rows
-
-
 def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _host(map_of(stats, "host"))
     nvme = map_of(stats, "nvme")
@@ -183,9 +179,9 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     peer = map_of(stats, "peer")
     if peer:
         yield from _peer(peer)
-    count, _ = _getters(stats)
+    count, _ = getters(stats)
     now = (
-        f"{count('chunks')} chunks in {len(list_of(stats, 'spaces'))} spaces,"
+        f"{count('chunks')} chunks in {len(list_of(stats, 'spaces'))} namespaces,"
         f" {count('leases')} leases ({count('leases_overdue')} overdue),"
         f" {count('orphans')} orphans"
     )
@@ -194,7 +190,7 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _traffic(counters, gated=bool(nvme))
     if nvme:
         yield from _moves(counters)
-    so_far, _ = _getters(counters)
+    so_far, _ = getters(counters)
     sessions = (
         f"{count('session_count')} now, {so_far('sessions')} so far,"
         f" {so_far('sessions_refused')} refused, {so_far('sessions_ended_badly')} ended badly"
@@ -205,13 +201,12 @@ def _figures(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _traffic(counters: dict[str, Any], *, gated: bool) -> Iterator[tuple[str, str]]:
-    count, size = _getters(counters)
+    count, size = getters(counters)
     asked = number_of(counters, "lookup_chunks_asked")
     found = number_of(counters, "lookup_chunks_found")
-    rate = f"hit rate {100 * found / asked:.1f} % of {asked:,.0f} chunks" if asked else "none asked"
-    if gated and found:
-        rate += f"; {count('lookup_chunks_worth')} of {found:,.0f} found worth loading"
-    yield "lookups", f"{count('lookups')}, {rate}"
+    part = f"{found:,.0f} ({100 * found / asked:.1f} %) of {asked:,.0f}" if asked else "none"
+    worth = f"; {count('lookup_chunks_worth')} worth loading" if gated and found else ""
+    yield "lookups", f"{count('lookups')}; chunks found {part}{worth}"
     reads = (
         f"{size('bytes_acquired')} in {count('chunks_acquired')} chunks,"
         f" {count('acquires')} leases;"
@@ -225,12 +220,14 @@ def _traffic(counters: dict[str, Any], *, gated: bool) -> Iterator[tuple[str, st
     )
     yield "writes", writes
     reasons = map_of(counters, "evictions")
-    by_reason = ", ".join(f"{number_of(reasons, why):,.0f} {clean(why)}" for why in reasons)
-    yield "evicted", f"{size('bytes_evicted')} in objects: {by_reason}" if by_reason else "nothing"
+    by_reason = ", ".join(
+        f"{number_of(reasons, why):,.0f} {clean(why)}{_MEANS.get(why, '')}" for why in reasons
+    )
+    yield "evicted", f"{size('bytes_evicted')} in objects; {by_reason}" if by_reason else "nothing"
 
 
 def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    _, size = _getters(host)
+    _, size = getters(host)
     capacity = number_of(host, "capacity_bytes")
     held, blank = (number_of(host, name) for name in ("slabs_held", "slabs_blank"))
     slabs = f"{held:.0f} of {held + blank:.0f} slabs of {size('slab_bytes')} held"
@@ -249,7 +246,7 @@ def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _peer(peer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    count, size = _getters(peer)
+    count, size = getters(peer)
     serves = (
         f"{text_of(peer, 'host')} at {text_of(peer, 'address')}, {text_of(peer, 'transport')},"
         f" source {text_of(peer, 'source')}; serves {count('served_hosts')} hosts,"
@@ -266,31 +263,9 @@ def _peer(peer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "", bad
 
 
-def _peers(stats: dict[str, Any]) -> list[list[str]]:
-    """One row a peer: how it is, how fast, what is under way, what was refused."""
-    rows = [["peer", "state", "epoch", "rate", "in flight", "fetched", "refused", "quarantined"]]
-    for peer in list_of(map_of(stats, "peer"), "peers"):
-        if isinstance(peer, dict):
-            count, size = _getters(peer)
-            refused = sum(number_of(peer, name) for name in ("refused", "corrupt", "turned_down"))
-            rows.append(
-                [
-                    text_of(peer, "host"),
-                    text_of(peer, "state"),
-                    f"{int(number_of(peer, 'epoch')) % 10**6:06d}",
-                    f"{size('bytes_s')}/s",
-                    size("in_flight_bytes"),
-                    f"{count('chunks')}, {size('bytes')}",
-                    f"{refused:,.0f}",
-                    f"{size('quarantined_bytes')}, {count('fenced')} fenced",
-                ]
-            )
-    return rows
-
-
 def _directory(directory: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    count, _ = _getters(directory)
-    so_far, _ = _getters(map_of(directory, "counters"))
+    count, _ = getters(directory)
+    so_far, _ = getters(map_of(directory, "counters"))
     late = f"{so_far('lookups_late')} late, {so_far('lookups_shut')} while shut"
     asked = f"found {so_far('chunks_found')} of {so_far('chunks_asked')} chunks asked for, {late}"
     yield "directory", f"{text_of(directory, 'state')}, {count('hosts')} hosts; {asked}"
@@ -299,7 +274,7 @@ def _directory(directory: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _nvme(nvme: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    count, size = _getters(nvme)
+    count, size = getters(nvme)
     direct = "direct I/O" if nvme.get("direct") is True else "through the page cache"
     yield "nvme", f"{_bar(nvme)}; {text_of(nvme, 'state')}, form {text_of(nvme, 'form')}, {direct}"
     contents = (
@@ -317,7 +292,7 @@ def _nvme(nvme: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _moves(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Say what went down and up, before and after its cold form, and what that cost the flash."""
-    count, size = _getters(counters)
+    count, size = getters(counters)
     down = (
         f"{size('bytes_demoted')} in {count('demotions')} chunks, as {size('bytes_written')}"
         f" on disk; {count('demotions_failed')} failed,"
@@ -337,7 +312,7 @@ def _moves(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _gpu(gpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    count, size = _getters(gpu)
+    count, size = getters(gpu)
     yield "gpu", f"{_bar(gpu)}; {text_of(gpu, 'state')}, {count('objects')} objects"
     yield "", f"{size('bytes_down')} down, {size('bytes_up')} up, {count('lost')} stores lost"
     if note := text_of(gpu, "note"):
@@ -352,112 +327,12 @@ def _bar(tier: dict[str, Any]) -> str:
     return f"[{bar}] {100 * part:.0f} %, {about(used)} of {about(capacity)}"
 
 
-def _tenants(stats: dict[str, Any]) -> list[list[str]]:
-    rows = [["TENANT", "SESSIONS", "SHARE", "HELD", "PUBLISHED", "PINNED", "FILLING"]]
-    for tenant in rows_of(stats, "tenants"):
-        count, size = _getters(tenant)
-        sizes = ("share", "held", "published", "pinned", "filling")
-        cells = [size(f"{name}_bytes") for name in sizes]
-        rows.append([text_of(tenant, "name"), count("sessions"), *cells])
-    return rows
-
-
-def _usage(stats: dict[str, Any]) -> list[list[str]]:
-    """Tabulate what each tenant asked for and got since the start."""
-    rows = [["TENANT", "ASKED", "HIT RATE", "FROM HOST", "FROM NVME", "LOADED", "STORED"]]
-    for tenant in rows_of(stats, "tenants"):
-        hits, (count, size) = map_of(tenant, "hit_tokens"), _getters(tenant)
-        total, asked = (
-            sum(number_of(hits, tier) for tier in hits),
-            number_of(tenant, "asked_tokens"),
-        )
-        if not asked:
-            continue
-        rate = f"{100 * total / asked:.1f} %"
-        tiers = [f"{number_of(hits, tier):,.0f}" for tier in ("host", "nvme")]
-        gave = [size("loaded_bytes"), size("stored_bytes")]
-        rows.append([text_of(tenant, "name"), count("asked_tokens"), rate, *tiers, *gave])
-    return rows
-
-
-def _sessions(stats: dict[str, Any]) -> list[list[str]]:
-    rows = [["SESSION", "PID", "RANK", "LEASES", "FILLING", "TENANT", "CLIENT", "LABEL"]]
-    for session in rows_of(stats, "sessions"):
-        cells = [_id(session, name) for name in ("id", "pid", "rank", "leases", "filling")]
-        rows.append([*cells, *(text_of(session, name) for name in ("tenant", "name", "label"))])
-    return rows
-
-
-def _spaces(stats: dict[str, Any]) -> list[list[str]]:
-    rows = [["SPACE", "CHUNKS", "SESSIONS", "TENANT", "LAYOUT"]]
-    for space in rows_of(stats, "spaces"):
-        count, _ = _getters(space)
-        texts = [text_of(space, name) for name in ("label", "tenant", "layout")]
-        rows.append([texts[0], count("chunks"), count("sessions"), *texts[1:]])
-    return rows
-
-
-def _gates(stats: dict[str, Any]) -> list[list[str]]:
-    """Tabulate how fast engines say they compute, and what the last look-up made of it."""
-    rows = [["SPACE", "TOKENS/S", "LOAD OR COMPUTE"]]
-    for space in rows_of(stats, "spaces"):
-        rate = number_of(space, "prefill_tokens_s")
-        rows.append(
-            [text_of(space, "label"), f"{rate:,.0f}" if rate else "-", text_of(space, "gate")]
-        )
-    return rows
-
-
-def _listed(
-    rows: list[list[str]], paint: Callable[[str, str], str], last_chars: int = CELL_CHARS_MAX
-) -> Iterator[str]:
+def _listed(rows: list[list[str]], paint: Callable[[str, str], str], columns: int) -> Iterator[str]:
     """Lay out a table, its longer part left to --json."""
     if len(rows) == 1:
         return
     more = len(rows) - 1 - ROWS_MAX
     yield ""
-    yield from aligned(rows[: ROWS_MAX + 1], paint, last_chars)
+    yield from aligned(rows[: ROWS_MAX + 1], paint, REASON_CHARS_MAX, columns)
     if more > 0:
         yield paint("dim", f"and {more} more; --json shows them")
-
-
-def _getters(values: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
-    """Return two ways to read a map: as a count, and as a size."""
-    return (
-        lambda name: f"{number_of(values, name):,.0f}",
-        lambda name: about(number_of(values, name)),
-    )
-
-
-def number_of(values: dict[str, Any], name: str) -> float:
-    """Return a number to count or compute with: none of them can be below 0 or beyond 64 bits."""
-    value = values.get(name)
-    return value if isinstance(value, int | float) and 0 <= value < 1 << 64 else 0
-
-
-def _id(values: dict[str, Any], name: str) -> str:
-    value = values.get(name)
-    return str(value) if isinstance(value, int) else "-"
-
-
-def text_of(values: dict[str, Any], name: str) -> str:
-    """Return a text, "" when there is none, that cannot steer the terminal."""
-    value = values.get(name)
-    return clean(value) if isinstance(value, str | int | float) else ""
-
-
-def map_of(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a map, empty when there is none."""
-    value = values.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def list_of(values: dict[str, Any], name: str) -> Sequence[Any]:
-    """Return a list, empty when there is none."""
-    value = values.get(name)
-    return value if isinstance(value, list) else []
-
-
-def rows_of(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the maps of a list."""
-    return [row for row in list_of(values, name) if isinstance(row, dict)]

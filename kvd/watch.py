@@ -20,17 +20,11 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvd import stattables
 from kvd.health import SILENT_S
 from kvd.sizes import about
-from kvd.statview import (
-    list_of,
-    map_of,
-    number_of,
-    rows_of,
-    text_of,
-    tier_rows,
-    warnings,
-)
+from kvd.statfields import list_of, map_of, number_of, rows_of, text_of
+from kvd.statview import warnings
 from kvd.tables import aligned, cut, duration
 
 if TYPE_CHECKING:
@@ -51,11 +45,15 @@ _SGR: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "3
 
 
 class Curve(NamedTuple):
-    """A line of the screen: what it is called, what of a page it follows, and in which unit."""
+    """A line of the screen: what it is called, what of a page it follows, and in which unit.
+
+    One with a tier is shown where there is that tier.
+    """
 
     name: str
     total: Callable[[dict[str, Any]], float]
     unit: str = ""
+    tier: str = ""
 
 
 def _counter(*names: str) -> Callable[[dict[str, Any]], float]:
@@ -70,15 +68,13 @@ def _tokens(tier: str) -> Callable[[dict[str, Any]], float]:
 
 CURVES: Final = (
     Curve("look-ups", _counter("lookups")),
-    Curve("hit tokens, host", _tokens("host")),
-    Curve("hit tokens, nvme", _tokens("nvme")),
+    *(Curve(f"hit tokens, {tier}", _tokens(tier), tier=tier) for tier in stattables.TIERS),
     Curve("loaded", _counter("bytes_acquired"), "B"),
     Curve("stored", _counter("bytes_published"), "B"),
     Curve("refused", _counter("reserves_refused")),
     Curve("evicted", _counter("bytes_evicted"), "B"),
-    Curve("demoted", _counter("bytes_demoted"), "B"),
-    Curve("promoted", _counter("bytes_promoted"), "B"),
-    Curve("messages", _counter("messages")),
+    Curve("demoted", _counter("bytes_demoted"), "B", tier="nvme"),
+    Curve("promoted", _counter("bytes_promoted"), "B", tier="nvme"),
 )
 
 
@@ -130,12 +126,14 @@ def screen(
     for style, text in warnings(snapshot):
         yield style, text[:columns]
     yield "", ""
-    head, *rows = tier_rows(stats)
-    for number, line in enumerate(aligned([head, *rows])):
+    for number, line in enumerate(aligned(stattables.tiers(stats), columns=columns)):
         yield ("bold" if number == 0 else ""), line[:columns]
     yield "", ""
     room = max(0, columns - NAME_CHARS - VALUE_CHARS - 2)
+    there = ["", *stattables.tiers_of(stats)]
     for curve, rates in zip(CURVES, history.rates, strict=True):
+        if curve.tier not in there:
+            continue
         now = rates[-1] if rates else 0.0
         value = f"{about(now)}/s" if curve.unit else f"{now:,.0f}/s"
         line = f"{curve.name:<{NAME_CHARS}}{value:>{VALUE_CHARS}}  "
@@ -148,10 +146,21 @@ def screen(
 
 
 def _tenants(stats: dict[str, Any], columns: int) -> Iterator[tuple[str, str]]:
-    rows = [["TENANT", "SESSIONS", "HELD", "OF", "LEASED", "HIT RATE", "FROM NVME"]]
+    shown = [name for name in stattables.tiers_of(stats) if name != "host"]
+    rows = [
+        [
+            "TENANT",
+            "SESSIONS",
+            "HELD",
+            "OF",
+            "LEASED",
+            "HIT RATE",
+            *(f"OF {n.upper()}" for n in shown),
+        ]
+    ]
     for tenant in rows_of(stats, "tenants"):
         hits = map_of(tenant, "hit_tokens")
-        total, asked = sum(map(float, hits.values())), number_of(tenant, "asked_tokens")
+        total, asked = stattables.hits_of(tenant), number_of(tenant, "asked_tokens")
         rows.append(
             [
                 cut(text_of(tenant, "name"), 20),
@@ -160,10 +169,13 @@ def _tenants(stats: dict[str, Any], columns: int) -> Iterator[tuple[str, str]]:
                 about(number_of(tenant, "share_bytes")),
                 about(number_of(tenant, "pinned_bytes")),
                 f"{100 * total / asked:.1f} %" if asked else "-",
-                f"{100 * number_of(hits, 'nvme') / total:.1f} %" if total else "-",
+                *(
+                    f"{100 * number_of(hits, name) / total:.1f} %" if total else "-"
+                    for name in shown
+                ),
             ]
         )
-    for number, line in enumerate(aligned(rows)):
+    for number, line in enumerate(aligned(rows, columns=columns)):
         yield ("bold" if number == 0 else ""), line[:columns]
     sessions = number_of(stats, "session_count")
     chunks, leases = number_of(stats, "chunks"), number_of(stats, "leases")

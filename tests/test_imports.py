@@ -45,6 +45,7 @@ PURE: Final = frozenset(
         "kvd.http.catalogue_gpu",
         "kvd.http.figures",
         "kvd.http.history",
+        "kvd.hits",
         "kvd.identity",
         "kvd.lease",
         "kvd.measures",

@@ -29,7 +29,7 @@ def complete_labels(action: argparse.Action) -> None:
 
     def labels(**_: object) -> list[str]:
         from kvd import statpage
-        from kvd.statview import rows_of, text_of
+        from kvd.statfields import rows_of, text_of
         from kvd_client.paths import default_socket, stat_page_name
 
         try:

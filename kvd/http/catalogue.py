@@ -32,14 +32,34 @@ _REQUESTS: Final = (
         _of_tenant("asked_tokens"),
     ),
     (
-        "kvd_loaded_bytes_total",
-        "Bytes told to readers, each time: what engines copy out.",
-        _of_tenant("loaded_bytes"),
+        "kvd_hit_bytes_total",
+        "Bytes told to readers, each time and rank, by the same tier: what engines copy out.",
+        one("tenants.[tenant=name].hit_bytes.*tier"),
     ),
     (
         "kvd_stored_bytes_total",
         "Bytes published: what engines copied in.",
         _of_tenant("stored_bytes"),
+    ),
+    (
+        "kvd_space_hit_tokens_total",
+        "kvd_hit_tokens_total of a namespace and layout; the first 64 of them.",
+        _of_space("hit_tokens.*tier"),
+    ),
+    (
+        "kvd_space_asked_tokens_total",
+        "kvd_asked_tokens_total of a namespace and layout.",
+        _of_space("asked_tokens"),
+    ),
+    (
+        "kvd_space_hit_bytes_total",
+        "kvd_hit_bytes_total of a namespace and layout.",
+        _of_space("hit_bytes.*tier"),
+    ),
+    (
+        "kvd_space_stored_bytes_total",
+        "kvd_stored_bytes_total of a namespace and layout.",
+        _of_space("stored_bytes"),
     ),
     ("kvd_lookups_total", "Look-ups answered.", one("counters.lookups")),
     (

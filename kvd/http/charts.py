@@ -37,13 +37,17 @@ def _bytes(value: float) -> str:
     return f"{about(value)}/s"
 
 
+RARE: Final = ("hit_gpu", "hit_peer")
+"""Drawn where there is anything: few hosts have GPU memory for it, or others to ask."""
 CHARTS: Final = (
     Chart(
         "Prompt tokens",
         (
             ("asked", "asked", "asked for"),
+            ("hit_gpu", "gpu", "hit in GPU memory"),
             ("hit_host", "host", "hit in host memory"),
             ("hit_nvme", "nvme", "hit on NVMe"),
+            ("hit_peer", "filling", "hit on other hosts"),
         ),
         _tokens,
     ),
@@ -87,15 +91,14 @@ def section(history: History, now_s: float) -> str:
 
 def _chart(chart: Chart, history: History, now_s: float) -> str:
     curves = {name: history.curves(name, now_s) for name, _, _ in chart.lines}
+    shown = [line for line in chart.lines if line[0] not in RARE or _any(curves[line[0]])]
     values = [rate for pieces in curves.values() for piece in pieces for _, rate in piece]
     top = _nice(max(values, default=0.0), binary=chart.write is _bytes)
-    drawn = "".join(
-        line for name, colour, _ in chart.lines for line in _lines(curves[name], colour, top)
-    )
+    drawn = "".join(line for name, colour, _ in shown for line in _lines(curves[name], colour, top))
     legend = "".join(
         f'<li><span class="key {colour}"></span>{word}'
         f" {chart.write(history.recent(name, now_s))}</li>"
-        for name, colour, word in chart.lines
+        for name, colour, word in shown
     )
     empty = "" if values else f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}">nothing yet</text>'
     marks = "".join(
@@ -109,6 +112,10 @@ def _chart(chart: Chart, history: History, now_s: float) -> str:
         '<p class="axis"><span>1 h ago</span><span>30 min</span><span>now</span></p>'
         f'<ul class="legend">{legend}</ul></figure>'
     )
+
+
+def _any(pieces: list[list[tuple[float, float]]]) -> bool:
+    return any(rate for piece in pieces for _, rate in piece)
 
 
 def _lines(pieces: list[list[tuple[float, float]]], colour: str, top: float) -> Iterator[str]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvd.http.figures import figures
+from kvd.measures import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +22,7 @@ POINTS: Final = 360
 """An hour of them."""
 
 PATHS: Final = {
-    "hit_host": "tenants.[tenant=name].hit_tokens.host",
-    "hit_nvme": "tenants.[tenant=name].hit_tokens.nvme",
+    **{f"hit_{tier}": f"tenants.[tenant=name].hit_tokens.{tier}" for tier in TIERS},
     "asked": "tenants.[tenant=name].asked_tokens",
     "loaded": "counters.bytes_acquired",
     "stored": "counters.bytes_published",

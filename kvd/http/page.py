@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.http import charts
+from kvd.measures import TIERS
 from kvd.sizes import about
 
 if TYPE_CHECKING:
@@ -72,10 +73,9 @@ def _header(snapshot: Snapshot | None, health: Health) -> str:
 
 def _tiles(stats: dict[str, Any], history: History, now_s: float) -> str:
     tenants = _rows(stats, "tenants")
-    hits = {tier: _sum_hits(tenants, tier) for tier in ("gpu", "host", "nvme")}
     asked = sum(_number(row, "asked_tokens") for row in tenants)
-    hit = sum(hits.values())
-    recent = history.recent("hit_host", now_s) + history.recent("hit_nvme", now_s)
+    hit = sum(_hits(row) for row in tenants)
+    recent = sum(history.recent(f"hit_{tier}", now_s) for tier in TIERS)
     asked_now = history.recent("asked", now_s)
     tiles = [
         (
@@ -102,8 +102,14 @@ def _tiles(stats: dict[str, Any], history: History, now_s: float) -> str:
     return f'<section class="tiles">{cells}</section>'
 
 
-def _sum_hits(tenants: list[dict[str, Any]], tier: str) -> float:
-    return sum(_number(_map(row, "hit_tokens"), tier) for row in tenants)
+def _hits(row: dict[str, Any], what: str = "hit_tokens") -> float:
+    """Sum what a tenant or a namespace got, over all tiers."""
+    return sum(_number(_map(row, what), tier) for tier in TIERS)
+
+
+def _rate(row: dict[str, Any]) -> str:
+    asked = _number(row, "asked_tokens")
+    return f"{100 * _hits(row) / asked:.1f} %" if asked else "-"
 
 
 def _tiers(stats: dict[str, Any]) -> Iterator[str]:
@@ -183,8 +189,6 @@ def _tenants(stats: dict[str, Any]) -> str:
     rows = []
     for row in _rows(stats, "tenants"):
         share, held = _number(row, "share_bytes"), _number(row, "held_bytes")
-        asked = _number(row, "asked_tokens")
-        hit = sum(_number(_map(row, "hit_tokens"), tier) for tier in ("gpu", "host", "nvme"))
         rows.append(
             [
                 _text(row, "name"),
@@ -193,8 +197,8 @@ def _tenants(stats: dict[str, Any]) -> str:
                 f"{100 * held / share:.0f} %" if share else "-",
                 about(_number(row, "pinned_bytes")),
                 about(_number(row, "filling_bytes")),
-                f"{100 * hit / asked:.1f} %" if asked else "-",
-                about(_number(row, "loaded_bytes")),
+                _rate(row),
+                about(_hits(row, "hit_bytes")),
             ]
         )
     return _table("Tenants", head, rows)
@@ -211,12 +215,14 @@ def _spaces(stats: dict[str, Any]) -> str:
                 _text(row, "layout"),
                 f"{_number(row, 'chunks'):,.0f}",
                 f"{_number(row, 'sessions'):.0f}",
+                _rate(row),
+                about(_hits(row, "hit_bytes")),
                 f"{rate:,.0f}" if rate else "-",
                 _text(row, "gate") or "-",
             ]
         )
-    head = ["Namespace", "Tenant", "Layout", "Chunks", "Sessions", "Prefill tok/s", "Last weighed"]
-    return _table("Namespaces", head, rows)
+    head = ["Namespace", "Tenant", "Layout", "Chunks", "Sessions", "Hit rate", "Loaded"]
+    return _table("Namespaces", [*head, "Prefill tok/s", "Last weighed"], rows)
 
 
 def _table(title: str, head: list[str], rows: list[list[str]]) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvd.cost import Rates, sooner_by_peer
 from kvd.failpoints import maybe_fault
+from kvd.hits import bytes_by_tier, had_of, tokens_by_tier
 from kvd.ipc.waiting import Fetching, Waiting, no_lease
+from kvd.ipc.worth import Worth
 from kvd.lease import Lease
 from kvd.places import places_of
-from kvd.prefix import load_of, present, warm_length
+from kvd.prefix import warm_length
 from kvd.quota import Resource
 from kvd.types import Generation, LeaseId, OwnerId
 from kvd_client import wire, wire_gpu
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Limits
-    from kvd.entry import Chunk, Space
+    from kvd.entry import Chunk
+    from kvd.hits import Had
     from kvd.ipc.caller import Caller
     from kvd.ipc.seams import GpuSide, Reach, Riser
     from kvd.ipc.waiting import Later
     from kvd.lease import LeaseBook
+    from kvd.measures import Usage
     from kvd.metrics import Counters
 
 _MS = 1_000_000
@@ -53,11 +56,13 @@ class Dispatcher:
         riser: Riser | None = None,
         *,
         gpu: GpuSide | None = None,
+        reach: Reach | None = None,
     ) -> None:
         """Share the loop's state; own the acquires that wait."""
         self._gpu = gpu
         self._riser = riser
-        self.reach: Reach | None = None
+        self._reach = reach
+        self._worth = Worth(catalog, riser, reach)
         self._waiting: dict[OwnerId, set[Waiting]] = {}
         self._fetching: dict[OwnerId, set[Fetching]] = {}
         self._catalog = catalog
@@ -116,8 +121,8 @@ class Dispatcher:
             if not caller.gone:
                 later(wire.encode(self._looked_up(caller, ask, hashes, more)))
 
-        if found < len(hashes) and self.reach is not None:  # noqa: SIM102 - the call begins it
-            if self.reach.elsewhere(caller.space, hashes, found, answered):
+        if found < len(hashes) and self._reach is not None:  # noqa: SIM102 - the call begins it
+            if self._reach.elsewhere(caller.space, hashes, found, answered):
                 return None
         return self._looked_up(caller, ask, hashes, 0)
 
@@ -134,96 +139,67 @@ class Dispatcher:
         new = caller.rank == 0 and caller.asks(hashes)
         if new or caller.served:  # the same chain after a lease is another request
             caller.served = False
-            tokens = len(hashes) * caller.space.layout.chunk_tokens
-            self._counters.measures.usage(caller.tenant).asked_tokens += tokens
+            for usage in self._usages(caller):
+                usage.asked_tokens += len(hashes) * caller.space.layout.chunk_tokens
         if new:
             if not here:
                 self._catalog.eviction.touched(caller.space, hashes)  # else `hold` tells it
             if self._riser is not None:
                 self._riser.touched(caller.tenant, hashes)
-        worth = self._worth(caller.space, hashes, here, found - here) if found else 0
+        worth = self._worth.of(caller.space, hashes, here, found - here) if found else 0
         self._counters.lookup_chunks_worth += worth
         return wire.LookupReply(ask.request, found, worth)
-
-    def _worth(self, space: Space, hashes: list[bytes], here: int, more: int) -> int:
-        """Return how much is faster to load than to compute: what is here, and `more` elsewhere."""
-        chunks, warm = present(space, hashes[:here])
-        if not more and (warm == len(chunks) or self._riser is None):
-            return here  # from host memory it always is
-        lengths = {self._catalog.usable(space, hashes[:warm]), here, here + more} - {0}
-        offers = [(n, load_of(space, chunks[:n], n)) for n in sorted(lengths)]
-        return space.gate.worth(offers, self._rates(peers=bool(more)))
-
-    def _rates(self, *, peers: bool) -> Rates:
-        """Return what was measured of the tier below, and of other hosts."""
-        rates = self._riser.cost() if self._riser is not None else Rates(0.0, 0.0, 0.0, 0)
-        if self.reach is not None and peers:
-            rates = Rates(*rates[:4], *self.reach.rates())
-        return rates
-
-    def _from_peers(self, space: Space, hashes: list[bytes], here: int) -> int:
-        """Return from which chunk on others are asked; for what lies below, if it is slower."""
-        chunks, warm = present(space, hashes[:here])
-        cold = sum([chunk.cold_bytes for chunk in chunks[warm:] if not chunk.ready])
-        raw = sum([chunk.weight_bytes - chunk.size_bytes for chunk in chunks[warm:]])
-        if cold and sooner_by_peer(cold, raw, self._rates(peers=True)):
-            return warm
-        return here
 
     def _prefill(self, caller: Caller, ask: wire.Prefill) -> wire.StatusReply:
         caller.space.gate.prefill.observe(ask.tokens, ask.micros / 1e6)
         return wire.StatusReply(ask.request, Status.OK)
 
     def _acquire(
-        self, caller: Caller, ask: wire.Acquire, later: Later, *, again: bool = False
+        self, caller: Caller, ask: wire.Acquire, later: Later, had: Had | None = None
     ) -> wire.AcquireReply | None:
-        """Grant what is asked for; `again` when other hosts have been asked already."""
+        """Grant what is asked for; `had` is what was here before other hosts were asked."""
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
             return no_lease(ask.request, ask.first, refusal)
         most = wire.HASHES_MAX // len(caller.space.layout.groups)  # what one reply can tell
         hashes = wire.split_hashes(ask.hashes)[: ask.first + most]
-        if self.reach is not None and not again and self._fetch(caller, ask, hashes, later):
+        if self._reach is not None and had is None and self._fetch(caller, ask, hashes, later):
             return None
         chunks = self._catalog.hold(caller.space, hashes, ask.first)
         if not chunks:
             self._counters.acquires_missed += 1
             return no_lease(ask.request, ask.first, Status.MISS)
-        cold = [chunk for chunk in chunks if not chunk.ready]
-        if not cold or self._riser is None:
-            return self._settle(caller, ask, chunks)
+        if self._riser is None or all(chunk.ready for chunk in chunks):
+            return self._settle(caller, ask, chunks, had)
         if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
             self._catalog.unpin(chunks)
             return no_lease(ask.request, ask.first, Status.OVER_QUOTA)
-        return self._wait(caller, ask, chunks, cold, later)
+        return self._wait(caller, ask, chunks, later, had_of(chunks) if had is None else had)
 
     def _fetch(self, caller: Caller, ask: wire.Acquire, hashes: list[bytes], later: Later) -> bool:
         """Have other hosts asked for what is missing of a chain; what is here is held meanwhile."""
-        assert self.reach is not None
+        assert self._reach is not None
         space = caller.space
         here = self._catalog.usable(space, hashes)
         waiting = self._fetching.get(caller.owner, set())
-        first = self._from_peers(space, hashes, here)
+        first = self._worth.from_peers(space, hashes, here)
         if first >= len(hashes) or len(waiting) >= WAITING_MAX:
             return False
         fetching = Fetching(caller, ask, (), later)
-        begun = self.reach.fetch(
+        begun = self._reach.fetch(
             space,
             hashes,
             first,
             over_cold=first < here,
             deadline_ns=self._clock.now_ns() + int(self._limits.promote_s * 1e9),
-            worth=lambda more: self._worth_of(space, hashes, here, first + more),
+            worth=lambda more: self._worth.of_whole(space, hashes, here, first + more),
             done=lambda: self._fetched(fetching),
         )
         if begun:
             fetching.chunks = self._catalog.hold(space, hashes, ask.first)
+            fetching.had = had_of(fetching.chunks)
             self._fetching.setdefault(caller.owner, set()).add(fetching)
         return begun
-
-    def _worth_of(self, space: Space, hashes: list[bytes], here: int, whole: int) -> int:
-        """Return how much of a prefix is worth it of which others complete what is here."""
-        return max(here, self._worth(space, hashes, here, max(0, whole - here)))
 
     def _fetched(self, fetching: Fetching) -> None:
         """Go on with an acquire when other hosts have given what they will (W2)."""
@@ -237,7 +213,7 @@ class Dispatcher:
         self._catalog.unpin(fetching.chunks)
         if fetching.caller.gone:
             return
-        reply = self._acquire(fetching.caller, fetching.ask, fetching.later, again=True)
+        reply = self._acquire(fetching.caller, fetching.ask, fetching.later, fetching.had)
         if reply is not None:
             fetching.later(wire.encode(reply))
 
@@ -246,25 +222,25 @@ class Dispatcher:
         caller: Caller,
         ask: wire.Acquire,
         chunks: tuple[Chunk, ...],
-        cold: list[Chunk],
         later: Later,
+        had: Had,
     ) -> wire.AcquireReply | None:
         """Begin the promotions that an acquire needs; it is answered when they have ended."""
         assert self._riser is not None
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + int(self._limits.promote_s * 1e9)
         waiting = Waiting(
-            caller, ask, chunks, later=later, deadline_ns=deadline_ns, finish=self._finish
+            caller, ask, chunks, later=later, deadline_ns=deadline_ns, had=had, finish=self._finish
         )
-        waiting.cold, waiting.began_ns = frozenset(cold), now_ns
-        for chunk in cold:
+        waiting.began_ns = now_ns
+        for chunk in [chunk for chunk in chunks if not chunk.ready]:
             done = waiting.risen(chunk)
             if not self._riser.promote(chunk, done):
                 del waiting.rising[chunk]
                 break  # no room: nothing after it would be usable either
         if not waiting.rising:
             waiting.over = True
-            return self._settle(caller, ask, chunks, waiting.cold)
+            return self._settle(caller, ask, chunks, had)
         self._waiting.setdefault(caller.owner, set()).add(waiting)
         return None
 
@@ -285,20 +261,16 @@ class Dispatcher:
             return
         waited_s = (self._clock.now_ns() - waiting.began_ns) / 1e9
         self._counters.measures.seconds["acquire_wait"].note(waited_s)
-        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks, waiting.cold)
+        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks, waiting.had)
         waiting.later(wire.encode(reply))
 
     def _settle(
-        self,
-        caller: Caller,
-        ask: wire.Acquire,
-        chunks: tuple[Chunk, ...],
-        cold: frozenset[Chunk] = frozenset(),
+        self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...], had: Had | None
     ) -> wire.AcquireReply:
         """Grant a lease over as many of pinned chunks as are usable in host slots.
 
-        What was allowed when it was asked for may not be any more once it has waited. `cold` are
-        those chunks that came up from the tier below for it.
+        What was allowed when it was asked for may not be any more once it has waited. `had` is what
+        was in host slots then, None for all of it.
         """
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
@@ -310,16 +282,26 @@ class Dispatcher:
             self._counters.acquires_missed += 1
             return no_lease(ask.request, ask.first, Status.MISS)
         ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
+        reading, chunks = bool(ask.read), chunks[:usable]
         reply = self._grant(
-            caller, ask.request, chunks[:usable], ask.first, ttl_ms, reading=bool(ask.read)
+            caller, ask.request, chunks, ask.first, ttl_ms, reading=reading, had=had
         )
         if caller.rank == 0 and reply.status is Status.OK:
             caller.served = True
-            risen = len(cold.intersection(chunks[:usable]))
-            tokens = caller.space.layout.chunk_tokens
-            usage = self._counters.measures.usage(caller.tenant)
-            usage.hit(host=(usable - risen) * tokens, nvme=risen * tokens)
+            seen = self._gpu is not None and (caller.on_gpu or not reading)  # or by who attaches
+            tokens = tokens_by_tier(
+                chunks,
+                had,
+                tokens=caller.space.layout.chunk_tokens,
+                on_gpu=self._gpu.whole if self._gpu is not None and seen else None,
+            )
+            for usage in self._usages(caller):
+                usage.hit(tokens)
         return reply
+
+    def _usages(self, caller: Caller) -> tuple[Usage, Usage]:
+        """Return what counts for the tenant and for the namespace."""
+        return self._counters.measures.usage(caller.tenant), caller.space.usage
 
     def _lease_refusal(self, caller: Caller) -> Status:
         if self.draining:
@@ -337,6 +319,7 @@ class Dispatcher:
         ttl_ms: int,
         *,
         reading: bool,
+        had: Had | None,
     ) -> wire.AcquireReply:
         """Make a lease over pinned chunks, which now owns their pins."""
         if not self._catalog.quota.charge(caller.tenant, Resource.LEASES, 1):
@@ -352,6 +335,7 @@ class Dispatcher:
             first=first,
             reading=reading,
             deadline_ns=self._clock.now_ns() + ttl_ms * _MS,
+            had=had,
         )
         self._leases.add(lease)
         places = []
@@ -361,9 +345,9 @@ class Dispatcher:
                 places = self._gpu.places(chunks, first, caller.rank, places)
         self._counters.acquires += 1
         self._counters.chunks_acquired += len(chunks)
-        told = sum(place[5] for place in places)
-        self._counters.bytes_acquired += told
-        self._counters.measures.loaded(caller.tenant, told)
+        told = bytes_by_tier(places, chunks, caller.rank, had, first=first)
+        self._counters.bytes_acquired += sum(told.values())
+        self._counters.measures.loaded(self._usages(caller), told)
         return wire.AcquireReply(
             request,
             Status.OK,
@@ -384,7 +368,9 @@ class Dispatcher:
             return no_lease(ask.request, 0, Status.STALE)
         self._catalog.pin(lease.chunks)
         left_ms = max(0, lease.deadline_ns - self._clock.now_ns()) // _MS
-        return self._grant(caller, ask.request, lease.chunks, lease.first, left_ms, reading=True)
+        return self._grant(
+            caller, ask.request, lease.chunks, lease.first, left_ms, reading=True, had=lease.had
+        )
 
     def _release(self, caller: Caller, ask: wire.Release) -> wire.StatusReply:
         lease = self._leases.of(LeaseId(ask.lease), caller.owner)
@@ -434,7 +420,8 @@ class Dispatcher:
         publish = self._catalog.publish_all if self._gpu is None else self._gpu.publish
         before = self._counters.bytes_published
         results = publish(caller.owner, generations, self._clock.now_ns())
-        self._counters.measures.stored(caller.tenant, self._counters.bytes_published - before)
+        grown = self._counters.bytes_published - before
+        self._counters.measures.stored(self._usages(caller), grown)
         maybe_fault("publish.after")
         return wire.ResultsReply(ask.request, bytes(results))
 

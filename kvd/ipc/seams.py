@@ -91,6 +91,10 @@ class GpuSide(Protocol):
         """Tell of GPU memory instead, where pinned chunks are there."""
         ...
 
+    def whole(self, chunk: Chunk) -> bool:
+        """Tell whether all that rank 0 reads of a chunk may be read from GPU memory."""
+        ...
+
     def publish(
         self, owner: OwnerId, generations: Sequence[Generation], now_ns: int
     ) -> list[Status]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.entry import Chunk
 from kvd_client import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.entry import Chunk
+    from kvd.hits import Had
     from kvd.ipc.caller import Caller
     from kvd_client.wire import Status
 
@@ -35,9 +36,10 @@ class Waiting:
         *,
         later: Later,
         deadline_ns: int,
+        had: Had,
         finish: Callable[[Waiting], None],
     ) -> None:
-        """Own the pins on `chunks`; `later` takes the reply."""
+        """Own the pins on `chunks`; `later` takes the reply, `had` is what was there."""
         self.caller = caller
         self.ask = ask
         self.chunks = chunks
@@ -45,8 +47,7 @@ class Waiting:
         self.deadline_ns = deadline_ns
         self.rising: dict[Chunk, Callable[[bool], None]] = {}
         self.over = False
-        self.cold = frozenset[Chunk]()
-        """Those of its chunks that were not in host memory when it was asked."""
+        self.had = had
         self.began_ns = 0
         self._finish = finish
 
@@ -74,6 +75,7 @@ class Fetching:
         self.chunks = chunks
         self.later = later
         self.over = False
+        self.had: Had | None = None
 
 
 def no_lease(request: int, first: int, status: Status) -> wire.AcquireReply:

@@ -106,6 +106,12 @@ def gpu(daemon: DaemonProcess) -> dict[str, Any]:
     return dict(found)
 
 
+def hits(daemon: DaemonProcess, what: str) -> dict[str, int]:
+    """Read how many tokens or bytes were given, by the tier they lay in."""
+    (tenant,) = statpage.read(stat_page_name(daemon.socket)).stats["tenants"]
+    return {tier: count for tier, count in tenant[f"hit_{what}"].items() if count}
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Wait until it holds, within the test's own limit."""
     deadline = time.monotonic() + 12
@@ -136,6 +142,8 @@ def test_two_engines_share_the_gpu_tier(
     assert np.array_equal(two.content(others), one.content(blocks))
     until(lambda: gpu(gpu_daemon)["objects"] == 3)
     assert gpu(gpu_daemon)["bytes_down"] == 3 * GROUP.object_bytes
+    until(lambda: hits(gpu_daemon, "tokens") == {"gpu": 3 * CHUNK})
+    assert hits(gpu_daemon, "bytes") == {"gpu": 3 * GROUP.object_bytes}
     # The same bytes are in host memory, for who has no GPU.
     with (
         kvd_client.connect(
@@ -146,6 +154,7 @@ def test_two_engines_share_the_gpu_tier(
         for chunk in range(3):
             own = one.content(blocks[chunk * PAGES : (chunk + 1) * PAGES])
             assert bytes(host.view(chunk)) == own.tobytes()
+    until(lambda: hits(gpu_daemon, "tokens") == {"gpu": 3 * CHUNK, "host": 3 * CHUNK})
 
 
 def tokens_of(chunks: int, seed: int = 0) -> list[int]:

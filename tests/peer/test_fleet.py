@@ -18,7 +18,7 @@ import pytest
 
 from bench._fleet import PEER_PORT, Fleet, Host, wait_for
 from kvd.peer.membership import host_key, hosts_key, member, pack
-from tests.daemon_fixture import load, namespace, stamp, store, tokens
+from tests.daemon_fixture import CHUNK_TOKENS, load, namespace, stamp, store, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +66,15 @@ def fetched(host: Host, other: str) -> int:
     return int(host.peer(other)["chunks"])
 
 
+def hits(host: Host, since: dict[str, int] | None = None) -> dict[str, int]:
+    """Return the tokens hit by tier, since an earlier answer."""
+    (tenant,) = host.stat()["tenants"]
+    found: dict[str, int] = tenant["hit_tokens"]
+    if since is None:
+        return found
+    return {tier: n - since[tier] for tier, n in found.items() if n != since[tier]}
+
+
 class Loading(threading.Thread):
     """A load under way, in a thread: what it gave, and how long it took."""
 
@@ -108,11 +117,14 @@ def test_a_prefix_stored_on_one_host_loads_on_another(
     hashes = prefix(a, seed)
     assert store(a, hashes) == CHUNKS
     known(b, hashes, CHUNKS)
-    before = fetched(fleet.hosts["b"], "a")
+    before, had = fetched(fleet.hosts["b"], "a"), hits(fleet.hosts["b"])
     loads(b, hashes, CHUNKS)
     wait_for(lambda: fetched(fleet.hosts["b"], "a") == before + CHUNKS, "counted", 5)
+    assert hits(fleet.hosts["b"], had) == {"peer": CHUNKS * CHUNK_TOKENS}
     assert load(b, hashes) == CHUNKS
     time.sleep(0.5)
+    both = {"peer": CHUNKS * CHUNK_TOKENS, "host": CHUNKS * CHUNK_TOKENS}
+    assert hits(fleet.hosts["b"], had) == both, "the second time it lay here"
     assert fetched(fleet.hosts["b"], "a") == before + CHUNKS, "fetched twice"
     fleet.hosts["a"].kill()
     known(c, hashes, CHUNKS)

@@ -237,13 +237,24 @@ def test_metrics_match_a_scripted_workload(busy: DaemonProcess) -> None:
 
     object_bytes, loads, risen_bytes = OBJECT_BYTES, every + chunks, chunks * OBJECT_BYTES
     left_bytes = value("kvd_tier_used_bytes", tier="host")
+    layout = small_layout().id.hex()[:12]
+    space = {"tenant": "default", "space": "model@1", "layout": layout}
     for name, labels, expected in (
         ("kvd_asked_tokens_total", {"tenant": "default"}, loads * CHUNK_TOKENS),
         ("kvd_hit_tokens_total", {"tenant": "default", "tier": "host"}, every * CHUNK_TOKENS),
         ("kvd_hit_tokens_total", {"tenant": "default", "tier": "nvme"}, chunks * CHUNK_TOKENS),
         ("kvd_stored_bytes_total", {"tenant": "default"}, every * object_bytes),
         ("kvd_published_bytes_total", {}, every * object_bytes),
-        ("kvd_loaded_bytes_total", {"tenant": "default"}, loads * object_bytes),
+        ("kvd_hit_bytes_total", {"tenant": "default", "tier": "host"}, every * object_bytes),
+        ("kvd_hit_bytes_total", {"tenant": "default", "tier": "nvme"}, risen_bytes),
+        ("kvd_hit_bytes_total", {"tenant": "default", "tier": "peer"}, 0),
+        ("kvd_hit_tokens_total", {"tenant": "default", "tier": "peer"}, 0),
+        ("kvd_space_asked_tokens_total", space, loads * CHUNK_TOKENS),
+        ("kvd_space_hit_tokens_total", {**space, "tier": "host"}, every * CHUNK_TOKENS),
+        ("kvd_space_hit_tokens_total", {**space, "tier": "nvme"}, chunks * CHUNK_TOKENS),
+        ("kvd_space_hit_bytes_total", {**space, "tier": "host"}, every * object_bytes),
+        ("kvd_space_hit_bytes_total", {**space, "tier": "nvme"}, risen_bytes),
+        ("kvd_space_stored_bytes_total", space, every * object_bytes),
         ("kvd_acquired_bytes_total", {}, loads * object_bytes),
         ("kvd_demoted_bytes_total", {}, every * object_bytes),
         ("kvd_promoted_bytes_total", {}, risen_bytes),

@@ -127,7 +127,7 @@ def test_without_a_report_all_is_worth_loading() -> None:
     gate = Gate()
     assert gate.worth([(1, offer(1e6)), (9, offer(1e9))], DISK) == 9
     assert gate.loading
-    assert gate.why == "prefill rate not reported"
+    assert gate.why == "no prefill rate reported yet: loads all"
 
 
 def test_unknown_disk_rates_load() -> None:

@@ -89,7 +89,7 @@ STATS: dict[str, Any] = {
         "lookup_chunks_asked": 8000,
         "lookup_chunks_found": 7000,
         "lookup_chunks_worth": 6500,
-        "evictions": {"cold": 12, "quota": 3},
+        "evictions": {"clean": 12, "quota": 3},
         "bytes_evicted": 30 * MIB,
         "messages": 56789,
     },
@@ -147,6 +147,11 @@ def snapshot(stats: dict[str, Any], **changes: Any) -> Snapshot:
     return Snapshot(**{**plain, **changes})
 
 
+def read(text: str) -> str:
+    """A screen as one line with single spaces: how wide things are is another matter."""
+    return " ".join(text.split())
+
+
 @pytest.fixture
 def socket(tmp_path: Path) -> Iterator[str]:
     """A socket path whose page is free afterwards."""
@@ -159,18 +164,18 @@ def test_shows_what_matters() -> None:
     """State, fill, hit rate, evictions with reasons, tenants, sessions and notes are there."""
     text = statview.render(snapshot(STATS))
     for part in (
-        "kvd 0.1.0  serving  /run/kvd/kvd.sock  pid 99  up 2 h 3 min",
+        "kvd 0.1.0 serving pid 99 up 2 h 3 min page 0.2 s old /run/kvd/kvd.sock",
         "[#####...............] 25 %, 256 MiB of 1.00 GiB; 4 of 16 slabs of 64.0 MiB held",
-        "hit rate 87.5 % of 8,000 chunks",
-        "30.0 MiB in objects: 12 cold, 3 quota",
+        "1,234; chunks found 7,000 (87.5 %) of 8,000",
+        "30.0 MiB in objects; 12 clean (still on NVMe), 3 quota",
         "note: no huge pages: set vm.nr_hugepages",
-        "default         1  1.00 GiB",
+        "default 1 1.00 GiB",
         "4711",
         "32x8x128",
     ):
-        assert part in text
-    assert 20 <= text.count("\n") + 1 <= 30
-    assert max(map(len, text.splitlines())) <= 100
+        assert part in read(text)
+    assert 20 <= text.count("\n") + 1 <= 40
+    assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert "so far" not in text.split("sessions")[0]
 
@@ -179,22 +184,63 @@ def test_shows_the_nvme_tier() -> None:
     """Fill, form, queues, rates, moves, what they cost the flash, and the gate are there."""
     text = statview.render(snapshot(with_nvme()))
     for part in (
-        "nvme      [#####...............] 25 %, 512 MiB of 2.00 GiB; open, form fp8, direct I/O",
+        "nvme [#####...............] 25 %, 512 MiB of 2.00 GiB; open, form fp8, direct I/O",
         "live 500 MiB in 777 chunks, garbage 12.0 MiB; still to write 7.00 MiB",
         "queued 3 reads, 2 writes, 1 commits; reading 900 MiB/s, writing 40.0 MiB/s",
-        "7,000 found worth loading",
-        "demoted   1.00 GiB in 800 chunks, as 500 MiB on disk; 4 failed, 2 not admitted",
-        "promoted  800 MiB in 90 chunks, from 400 MiB on disk; 6 failed",
-        "wear      1.50 bytes written for each one read; 100 MiB rewritten, 9.00 MiB given up",
-        "model@main     5,120  2048 tokens: compute 400.0 ms, load 31.5 ms",
+        "; 6,500 worth loading",
+        "demoted 1.00 GiB in 800 chunks, as 500 MiB on disk; 4 failed, 2 not admitted",
+        "promoted 800 MiB in 90 chunks, from 400 MiB on disk; 6 failed",
+        "wear 1.50 bytes written for each one read; 100 MiB rewritten, 9.00 MiB given up",
+        "model@main 32x8x128 default 99 1 5,120 tok/s",
+        "model@main 2048 tokens: compute 400.0 ms, load 31.5 ms",
     ):
-        assert part in text
+        assert part in read(text)
     assert "note: NVMe" not in text
-    assert text.count("\n") + 1 <= 40
-    assert max(map(len, text.splitlines())) <= 95
+    assert text.count("\n") + 1 <= 55
+    assert max(map(len, text.splitlines())) <= 80
     plain = statview.render(snapshot(STATS))
-    for word in ("nvme", "demoted", "promoted", "worth", "LOAD OR COMPUTE"):
+    for word in ("nvme", "demoted", "promoted", "worth", "LOAD OR COMPUTE"):  # no tier, no line
         assert word not in plain
+
+
+def test_shows_who_got_what_from_where() -> None:
+    """Tokens and bytes by tier; shares of what was asked for, a tenant and a namespace each."""
+    usage = {
+        "asked_tokens": 20_000_000,
+        "hit_tokens": {"gpu": 0, "host": 10_000_000, "nvme": 5_000_000, "peer": 1_000_000},
+        "hit_bytes": {"gpu": 0, "host": 50 * MIB, "nvme": 20 * MIB, "peer": 4 * MIB},
+        "stored_bytes": 3 * MIB,
+    }
+    stats = with_nvme()
+    stats["tenants"] = [{**stats["tenants"][0], **usage}]
+    stats["spaces"] = [{**stats["spaces"][0], **usage}]
+    text = statview.render(snapshot(stats))
+    for part in (
+        "host ready 256 MiB 768 MiB 10.0 MiB 6.00 MiB 10 M 50.0 MiB",
+        "nvme open 512 MiB 1.50 GiB - - 5,000,000 20.0 MiB",
+        "TENANT ASKED HIT HOST NVME LOADED STORED",
+        "default 20 M 80.0 % 50.0 % 25.0 % 74.0 MiB 3.00 MiB",
+        "model@main 20 M 80.0 % 50.0 % 25.0 % 74.0 MiB 3.00 MiB",
+    ):
+        assert part in read(text)
+    stats["peer"] = {"source": "up", "quarantined_bytes": MIB, "peers": []}
+    text = statview.render(snapshot(stats))
+    assert "peer up - - - 1.00 MiB 1,000,000 4.00 MiB" in read(text)
+    assert "default 20 M 80.0 % 50.0 % 25.0 % 5.0 % 74.0 MiB 3.00 MiB" in read(text)
+
+
+def test_eighty_columns_hold_long_names() -> None:
+    """Names as long as clients may choose are cut; a wider terminal shows more of them."""
+    stats = with_nvme(state="closed: No space left on device")
+    long = "meta-llama/Llama-3.3-70B-Instruct@rev-6f6073b423013f6a"
+    stats["tenants"] = [{**stats["tenants"][0], "name": long, "asked_tokens": 10**15}]
+    stats["spaces"] = [{**stats["spaces"][0], "label": long, "asked_tokens": 10**15}]
+    stats["sessions"] = [{**stats["sessions"][0], "label": long, "name": long, "tenant": long}]
+    stats["host"] = {**stats["host"], "notes": [long * 5]}
+    lines = statview.render(snapshot(stats)).splitlines()
+    assert max(map(len, lines)) <= 80
+    wide = statview.render(snapshot(stats), columns=140)
+    assert 80 < max(map(len, wide.splitlines())) <= 140
 
 
 def test_shows_the_gpu_tier() -> None:
@@ -332,7 +378,7 @@ def test_exit_codes(
     page = StatPage.create(stat_page_name(socket))
     page.write(STATS, time.monotonic_ns())
     assert statview.run(socket, as_json=False, watch_s=None) == 0
-    assert "hit rate 87.5 %" in capsys.readouterr().out
+    assert "(87.5 %)" in capsys.readouterr().out
     page.write(STATS, time.monotonic_ns() - 9 * 10**9)
     assert statview.run(socket, as_json=False, watch_s=None) == 3
     assert "does not answer" in capsys.readouterr().out
@@ -381,4 +427,4 @@ def test_watch_survives_a_restart(
     assert statview.run(socket, as_json=False, watch_s=0.5) == 0
     out, err = capsys.readouterr()
     assert "no daemon here" in err
-    assert "hit rate" in out
+    assert "chunks found" in out

@@ -94,7 +94,7 @@ def test_the_screen_fits_the_window(columns: int) -> None:
     assert len(lines) <= 24
     if columns >= 80:
         table = "\n".join(lines)
-        for word in ("HIT TOKENS", "FROM NVME", "40.0 %", "25.0 %", "512 MiB", "closed", "/s"):
+        for word in ("HIT TOKENS", "OF NVME", "40.0 %", "25.0 %", "512 MiB", "closed", "/s"):
             assert word in table
 
 
