@@ -16,7 +16,7 @@ examples:
   kvd serve                           with /etc/kvd/kvd.toml, or the defaults
   kvd serve --host-bytes 8GiB --nvme-bytes 200GiB
   kvd serve --http                    with metrics and a status page
-  kvd serve --config kvd.toml --check
+  kvd serve --config kvd.toml --check --json | jq .host
 
 exit codes:
   0  stopped as asked, or the configuration is good (--check)
@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="print the complete configuration and exit"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="with --check: print it as one JSON object"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,12 +67,23 @@ def run(options: argparse.Namespace) -> int:
         "nvme.bytes": options.nvme_bytes,
         "http.listen": options.http,
     }
+    if options.json and not options.check:
+        raise StartError("--json is for --check; a running daemon's figures: kvd stat --json")
     loaded = config.load(options.config, overrides)
     if options.check:
-        sys.stdout.write(config.dump(loaded))
+        text = config.dump(loaded)
+        sys.stdout.write(_json(text) if options.json else text)
         return 0
     if sys.flags.optimize:
         raise StartError("python -O leaves kvd's own checks out; start it without -O")
     from kvd import daemon
 
     return daemon.run(loaded)
+
+
+def _json(text: str) -> str:
+    """Return a configuration in TOML as JSON: the same tables, keys and values."""
+    import json
+    import tomllib
+
+    return json.dumps(tomllib.loads(text)) + "\n"

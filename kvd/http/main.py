@@ -26,6 +26,7 @@ EPILOG: Final = f"""\
 examples:
   kvd http                            at {config_http.DEFAULT}
   kvd http --listen 127.0.0.1:9999 --socket /run/kvd/kvd.sock
+  kvd http --listen 127.0.0.1:0 --json    at a free port, and say which
   curl -s http://{config_http.DEFAULT}/metrics
 
 Serves / (for a browser), /metrics (for Prometheus), /health (200, or 503 when the daemon fails) and
@@ -62,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fd", metavar="N", type=int, help="serve on an inherited listening socket instead"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="once it serves, print where, as one JSON object"
     )
 
 
@@ -133,8 +137,13 @@ def run(options: argparse.Namespace) -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    if options.fd is None:
-        sys.stderr.write(f"kvd: http://{options.listen}/\n")
+    host, port = server.server_address[:2]
+    url = f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
+    if options.json:
+        sys.stdout.write(f'{{"url": "{url}", "pid": {os.getpid()}}}\n')
+        sys.stdout.flush()
+    elif options.fd is None:
+        sys.stderr.write(f"kvd: {url}\n")
     figures.note()
     while not ended.wait(STEP_S):
         figures.note()

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -49,6 +50,31 @@ PIN: Final = {
     "operator": bool,
 }
 FINDING: Final = dict.fromkeys(("check", "group", "level", "text", "mend"), str)
+STAT: Final = {
+    **dict.fromkeys(("version", "state", "socket"), str),
+    **dict.fromkeys(("epoch", "session_count", "chunks", "leases"), int),
+    **dict.fromkeys(("uptime_s", "loop_lag_ms"), NUMBER),
+    **{key: [dict] for key in ("sessions", "spaces", "tenants")},
+    **dict.fromkeys(("host", "nvme", "counters", "events"), dict),
+    "page": {"age_s": float, "pid": int, "alive": bool, "stopped": bool},
+    "*": object,
+}
+EVENT: Final = {
+    "type": str,
+    "sequence": int,
+    "block_hashes?": [str],
+    "parent_block_hash?": (str, type(None)),
+    "token_ids?": [int],
+    "block_size?": int,
+    **dict.fromkeys(("medium?", "kvd_tenant?", "kvd_label?"), str),
+    **dict.fromkeys(("lora_id?", "lora_name?"), type(None)),
+}
+INSTALL: Final = {"dry_run": bool, "command": str, "files": [{"path": str, "action": str}]}
+CONFIG: Final = {
+    **dict.fromkeys(("socket", "state_dir"), str),
+    "socket_mode": int,
+    **dict.fromkeys(("host", "nvme", "peer", "gpu", "http", "events", "tenants", "limits"), dict),
+}
 PLAN: Final = {
     "model": dict,
     "sources": [dict],
@@ -82,20 +108,7 @@ RUNS: Final[dict[str, list[tuple[list[str], Any]]]] = {
             },
         )
     ],
-    "stat": [
-        (
-            ["--json"],
-            {
-                **dict.fromkeys(("version", "state", "socket"), str),
-                **dict.fromkeys(("epoch", "session_count", "chunks", "leases"), int),
-                **dict.fromkeys(("uptime_s", "loop_lag_ms"), NUMBER),
-                **{key: [dict] for key in ("sessions", "spaces", "tenants")},
-                **dict.fromkeys(("host", "nvme", "counters"), dict),
-                "page": {"age_s": float, "pid": int, "alive": bool, "stopped": bool},
-                "*": object,
-            },
-        )
-    ],
+    "stat": [(["--json"], STAT)],
     "doctor": [
         (
             ["--only", "kernel", "--json"],
@@ -116,6 +129,7 @@ RUNS: Final[dict[str, list[tuple[list[str], Any]]]] = {
             },
         )
     ],
+    "events": [(["--replay", "--count", "3", "--json"], EVENT)],
     "drain": [(["--json"], {"pid": int, "ended": bool, "seconds": NUMBER})],
     "check": [(["NVME", "--json"], {"directory": str, "good": bool, "*": object})],
     "replay": [
@@ -125,15 +139,19 @@ RUNS: Final[dict[str, list[tuple[list[str], Any]]]] = {
         )
     ],
     "version": [(["--json"], {"version": str, "protocol": int})],
+    "install-service": [
+        (["--root", "ROOT", "--dry-run", "--json"], INSTALL),
+        (["--root", "ROOT", "--json"], INSTALL),
+    ],
+    "serve": [(["--config", "CONFIG", "--check", "--json"], CONFIG)],
 }
 """Commands in the order in which they are driven; what each prints with --json."""
 ELSEWHERE: Final = {
     "demo": "tests/engines/test_demo.py drives it: it takes a minute",
-    "events": "its own tests",
-    "http": "its own tests",
-    "install-service": "tests/service drives it",
+    "http": "a test of its own below: it does not end by itself",
+    "completion": "a test of its own below: what it prints is for a shell",
 }
-ON_A_DAEMON: Final = ("ls", "pin", "unpin", "warm", "record", "stat", "evict", "drain")
+ON_A_DAEMON: Final = ("ls", "pin", "unpin", "warm", "record", "stat", "evict", "events", "drain")
 
 
 def misfits(found: Any, schema: Any, at: str = "") -> Iterator[str]:
@@ -165,9 +183,10 @@ def options_of(name: str) -> set[str]:
 
 def test_every_command_with_json_has_a_schema() -> None:
     """None is left out, none is here that is not a command."""
-    with_json = {name for name in COMMANDS if "--json" in options_of(name)}
-    assert with_json - set(ELSEWHERE) <= set(RUNS)
-    assert set(RUNS) <= set(COMMANDS)
+    assert set(RUNS) | set(ELSEWHERE) == set(COMMANDS)
+    assert not set(RUNS) & set(ELSEWHERE)
+    without = {name for name in COMMANDS if "--json" not in options_of(name)}
+    assert without == {"completion"}
 
 
 @pytest.mark.timeout(60)
@@ -176,7 +195,9 @@ def test_every_command_prints_what_its_schema_says(
 ) -> None:
     """One after the other on one daemon, the drain last but for what needs a stopped one."""
     config = tmp_path / "kvd.toml"
-    config.write_text('[nvme]\nbytes = "64MiB"\nregion_bytes = "4MiB"\n', encoding="utf-8")
+    text = '[nvme]\nbytes = "64MiB"\nregion_bytes = "4MiB"\n'
+    text += f'[events]\nendpoint = "ipc://{tmp_path}/e"\nreplay_endpoint = "ipc://{tmp_path}/r"\n'
+    config.write_text(text, encoding="utf-8")
     daemon = make_daemon(arguments=["--config", str(config)])
     daemon.start()
     sample = tmp_path / "sample.jsonl"
@@ -185,6 +206,8 @@ def test_every_command_prints_what_its_schema_says(
         "TRACE": str(tmp_path / "trace.jsonl"),
         "NVME": str(daemon.directory / "state" / "nvme"),
         "SAMPLE": str(sample),
+        "CONFIG": str(config),
+        "ROOT": str(tmp_path / "root"),
     }
     with kvd_client.connect(
         daemon.socket, namespace=namespace(), layout=small_layout(), required=True, wait_s=5.0
@@ -197,8 +220,44 @@ def test_every_command_prints_what_its_schema_says(
             code = cli.main([name, *given, *at])
             out, err = capsys.readouterr()
             assert (code, err) == (0, ""), (name, code, out, err)
-            wrong = list(misfits(json.loads(out), schema, name))
-            assert not wrong, wrong
+            assert out.endswith("\n")
+            for line in out.splitlines():
+                wrong = list(misfits(json.loads(line), schema, name))
+                assert not wrong, wrong
+    assert (tmp_path / "root/etc/kvd/kvd.toml").is_file()
+
+
+def test_http_prints_where_and_serves_what_its_schemas_say(
+    daemon: DaemonProcess, connect: Callable[..., kvd_client.Client]
+) -> None:
+    """With --json a line says at which port; its documents are checked like other output."""
+    connect()
+    command = [sys.executable, "-m", "kvd", "http", "--socket", daemon.socket]
+    command += ["--listen", "127.0.0.1:0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            assert not list(misfits(told, {"url": str, "pid": int}))
+            assert told["pid"] == process.pid
+            got = {path: fetched(told["url"] + path) for path in ("stat.json", "health", "metrics")}
+        finally:
+            process.terminate()
+            code = process.wait(15)
+    assert code == 0
+    stat = {**STAT, "nvme": type(None), "events": type(None)}
+    assert not list(misfits(json.loads(got["stat.json"]), stat))
+    health = json.loads(got["health"])
+    assert not list(misfits(health, {"health": str, "why": [str]}))
+    assert health["health"] == "ok"
+    assert "\nkvd_up 1.0\n" in got["metrics"]
+
+
+def fetched(url: str) -> str:
+    """Return a document of this host."""
+    with urllib.request.urlopen(url, timeout=15) as answer:  # noqa: S310 - the test's own port
+        text: str = answer.read().decode()
+        return text
 
 
 @pytest.mark.parametrize("name", ON_A_DAEMON)
@@ -212,6 +271,12 @@ def test_no_daemon_is_one_line_and_code_1(
     out, err = capsys.readouterr()
     assert "kvd serve" in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+def test_serve_has_json_for_its_configuration_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever asks a daemon to run with --json is told what it is for."""
+    assert cli.main(["serve", "--json"]) == 2
+    assert "--check" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
