@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Self
 
+    from kvd_client.connection import Connection
     from kvd_client.handles import Make, T
 
 
@@ -65,6 +66,11 @@ class Client:
         """Whether a session is up, as far as is known without waiting."""
         with self._link.lock:
             return self._link.ready()
+
+    @property
+    def connection(self) -> Connection | None:
+        """The session that is up, as far as is known; None without."""
+        return self._link.session
 
     @property
     def epoch(self) -> int:

@@ -159,6 +159,14 @@ class Lease:
         place = self._places[chunk, group]
         return (place.slab, place.offset_bytes) if place.slab >= GPU_SLABS else None
 
+    def still_held(self) -> bool:
+        """Look whether the session that gave this lease has lasted: so long nobody wrote its bytes.
+
+        To be asked after they were copied, before they are believed.
+        """
+        self._client.poll()
+        return self.connection is not None and self._client.connection is self.connection
+
     def view(self, chunk: int, group: int = 0) -> memoryview:
         """Return the object's bytes in place, read-only, valid until `release`.
 

@@ -99,7 +99,6 @@ def fetch(client: Client, known: Known, model: Any, ask: Ask) -> Fetched:  # noq
     Raises:
         KvdError: The session ended meanwhile, or a lease lacks what it should hold.
     """
-    epoch = client.epoch
     with ExitStack() as stack:
         leases, note = _hold(client, ask, stack)
         reached = [
@@ -118,9 +117,8 @@ def fetch(client: Client, known: Known, model: Any, ask: Ask) -> Fetched:  # noq
         cache = new_cache(model, ask.static_tokens)
         size, whole = _read(known, cache, rows, end)
         lossy = any(lease.lossy for lease in leases)
-        client.poll()
-        if client.epoch != epoch:  # nobody held the objects while they were copied
-            return Fetched(note="kvd was restarted while the prefix was read")
+        if not all(lease.still_held() for lease in leases if lease):
+            return Fetched(note="the session with kvd ended while the prefix was read")
     setattr(cache, ORIGIN, Origin(client.namespace_id, end, lossy, whole))
     return Fetched(cache, end, size, lossy, note)
 

@@ -56,11 +56,16 @@ class Rank:
         """Hold, load, and wait for the end."""
         lease = self.client.acquire(CHAIN[:chunks], first=first, read=False)
         self.mover.load(Load("r", lease.token, first, blocks, wait=False))
+        ended = self.ended()
+        lease.release()
+        return ended
+
+    def ended(self) -> Any:
+        """Wait until a load has ended."""
         until = time.monotonic() + 10
         while not (ended := self.mover.take()).loaded:
             assert time.monotonic() < until
             time.sleep(0.002)
-        lease.release()
         return ended
 
 
@@ -160,6 +165,39 @@ def test_a_load_that_cannot_be_done_ends_all_the_same(rank: Rank, daemon: Daemon
         assert time.monotonic() < until
         time.sleep(0.002)
     assert (rank.memory == before).all()
+
+
+def test_a_session_lost_before_a_load_is_made_again(
+    rank: Rank, connect: Callable[..., kvd_client.Client]
+) -> None:
+    """The scheduler half may hold a lease of a new daemon before this rank has met it."""
+    blocks = (tuple(range(1, 5)), tuple(range(5, 9)))
+    rank.mover.save(Save("r", b"", (CHAIN[0],), blocks))
+    rank.wait()
+    other = connect(layout=rank.client.layout)
+    with other.acquire(CHAIN[:1], read=False) as lease:
+        rank.client._link._drop()
+        assert lease
+        rank.mover.load(Load("r", lease.token, 0, blocks, wait=False))
+        ended = rank.ended()
+    assert (ended.loaded, ended.failed) == ({"r"}, set())
+
+
+def test_a_session_lost_in_a_load_fails_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease ended with it: what was copied may be anything (M4), even if another one is up."""
+    blocks = (tuple(range(1, 5)), tuple(range(5, 9)))
+    rank.mover.save(Save("r", b"", (CHAIN[0],), blocks))
+    rank.wait()
+    copy = rank.copier.copy
+
+    def copy_and_lose(*arguments: Any) -> None:
+        copy(*arguments)
+        rank.client._link._drop()
+        rank.client.greet(5.0)
+
+    monkeypatch.setattr(rank.copier, "copy", copy_and_lose)
+    ended = rank.load(0, blocks, 1)
+    assert (ended.failed, ended.bad_blocks) == ({"r"}, set(range(1, 9)))
 
 
 def test_no_address_outside_the_allocation(rank: Rank) -> None:

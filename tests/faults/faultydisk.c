@@ -1,4 +1,4 @@
-/* Calls on regular files that fail or take their time, for tests/faults/test_disk.py.
+/* Calls on regular files that fail or take their time, for tests/faults/faulty_disk.py.
 
    LD_PRELOADed into a daemon. KVD_TEST_DISK names a file of four native ints, mapped, so that the
    test can change them at any time: errno of writes, of reads, of syncs (0: none); milliseconds

@@ -8,14 +8,11 @@ skipped).
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import shutil
-import struct
 import subprocess
 import time
 from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,14 +24,17 @@ from kvd import statpage
 from kvd.daemon import EXIT_GAVE_UP
 from kvd_client.paths import stat_page_name
 from tests.daemon_fixture import load, namespace, small_layout, store, tokens
+from tests.faults.faulty_disk import FaultyDisk, faulty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from bench._daemon import DaemonProcess
 
     MakeDaemon = Callable[..., DaemonProcess]
 
+__all__ = ["faulty"]
 CONFIG: Final = """
 [nvme]
 directory = "{directory}"
@@ -46,7 +46,6 @@ flush_s = 2.0
 HOST_BYTES: Final = 8 << 20
 MOUNT_BYTES: Final = 40 << 20
 RECOVERY_S: Final = 25.0
-SOURCE: Final = Path(__file__).with_name("faultydisk.c")
 
 
 class Rig:
@@ -195,35 +194,6 @@ def test_a_disk_that_somebody_else_fills(
 
 
 # ---------------------------------------------------------------------------------- failing, slow
-
-
-class FaultyDisk:
-    """What the library in the daemon does to its files."""
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(16))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 16)
-
-    def set(self, *, write: int = 0, read: int = 0, sync: int = 0, delay_ms: int = 0) -> None:
-        """Fail calls with these error numbers, and hold up every call; nothing said: be good."""
-        self._memory[:] = struct.pack("=4i", write, read, sync, delay_ms)
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
-    """Have every daemon of the test use a disk that can be told to fail."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    library = tmp_path / "faultydisk.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True
-    )
-    disk = FaultyDisk(tmp_path / "control")
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    monkeypatch.setenv("KVD_TEST_DISK", str(tmp_path / "control"))
-    return disk
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,19 @@ def test_what_is_not_worth_loading_is_neither_held_nor_saved_again() -> None:
     made.found(0.0, 6, 0)
     assert made.next(0.0, 0, 8) is Action.MISS
     assert made.saved == 6
+
+
+@pytest.mark.parametrize(("got", "saved"), [(8, 8), (5, 5), (3, 3), (0, 3)])
+def test_what_was_found_and_cannot_be_had_is_saved_again(got: int, saved: int) -> None:
+    """A disk lost it, say: of the request's chunks only those held count as kvd's."""
+    made = plan()
+    made.next(0.0, 3, 8)
+    made.asked(0.0)
+    made.found(0.0, 8, 8)
+    made.next(0.0, 3, 8)
+    made.holding(0.0)
+    made.held(0.0, got)
+    assert made.saved == saved
 
 
 def test_a_wait_has_an_end() -> None:

@@ -8,7 +8,7 @@ Invariants:
 
 P1. No byte of SGLang's memory is written but in pages it asked for, and none after a call returned.
 P2. A page is told as read only if its object was held from before the first byte until after the
-    last: the lease was good, and the daemon is the one that gave it.
+    last: the lease was good, and the session that gave it has lasted.
 P3. Every wait has a bound, and no lock is held while waiting for NVMe.
 """
 
@@ -152,13 +152,10 @@ class PoolStore:
             return [False] * len(hashes)
         got = 0
         try:
-            epoch = self.client.epoch
             with self._patient(self.client.begin_acquire(hashes)) as lease:
-                if self._copy_out(lease, spans):
-                    self.client.poll()
-                    if self.client.epoch == epoch:  # P2: else nobody held them meanwhile
-                        got = lease.chunks
-                        self.lossy |= bool(got) and lease.lossy
+                if self._copy_out(lease, spans) and lease.still_held():  # P2
+                    got = lease.chunks
+                    self.lossy |= bool(got) and lease.lossy
         except (KvdError, OSError):
             got = 0
         return [number < got for number in range(len(hashes))]

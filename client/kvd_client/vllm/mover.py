@@ -9,7 +9,7 @@ M1. Every load ends once: with `take` naming it, failed or not. From then on its
     written.
 M2. When `fence` returns, no save reads any of those blocks, nor ever will.
 M3. What is published was read whole before any of its blocks was fenced.
-M4. Bytes loaded were leased under one epoch from before the copy until after it.
+M4. Bytes loaded were leased by one session from before the copy until after it.
 """
 
 from __future__ import annotations
@@ -213,14 +213,14 @@ class Mover:
         Raises:
             KvdError: It failed, in whole or in part; the text says why.
         """
-        epoch = self._client.epoch
+        self._client.poll()  # sees that the session was lost; the scheduler half has a new one
+        self._client.greet(self._client.wait_s)
         with self._client.attach(load.token) as lease:
             if not lease:
                 raise KvdError("kvd does not answer, or the lease has ended")
             size = self._pages.load(self._pieces(load, lease))
-            self._client.poll()
-        if self._client.epoch != epoch:  # M4
-            raise KvdError("kvd was started anew meanwhile")
+            if not lease.still_held():  # M4
+                raise KvdError("the session with kvd ended meanwhile")
         return size
 
     def _pieces(self, load: Load, lease: Lease) -> list[Piece]:

@@ -128,6 +128,8 @@ class Plan:
         """Take in what an acquire holds: chunks `first` to `chunks` - 1; none if not more."""
         assert self.stage is Stage.HOLDING
         assert chunks <= self.chunks
+        if chunks < self.chunks:  # what was found cannot be had: it is offered anew
+            self.saved = min(self.saved, max(self.first, chunks))
         if chunks > self.first:
             self.stage, self.chunks, self.until = Stage.HELD, chunks, now + HOLD_S  # P1
         else:
