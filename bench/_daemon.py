@@ -78,7 +78,7 @@ class DaemonProcess:
         page = Path("/dev/shm") / stat_page_name(self.socket)[1:]  # noqa: S108 - where Linux has it
         page.unlink(missing_ok=True)
 
-    def stop(self, timeout_s: float = 15.0) -> int:
+    def stop(self, timeout_s: float = 30.0) -> int:
         """Ask it to drain; return its exit status."""
         if self.process.poll() is None:
             self.process.terminate()

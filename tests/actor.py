@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import kvd_client
-from tests.daemon_fixture import namespace, small_layout, stamp, store, tokens
+from tests.daemon_fixture import PATIENCE_S, namespace, small_layout, stamp, store, tokens
 
 CHUNKS = 8
 SEED = 4242
@@ -37,7 +37,12 @@ def main() -> None:
     socket, point = sys.argv[1:3]
     deadline_s = float(sys.argv[3]) if len(sys.argv) > 3 else 30.0
     client = kvd_client.connect(
-        socket, namespace=namespace(), layout=small_layout(), required=True, wait_s=5
+        socket,
+        namespace=namespace(),
+        layout=small_layout(),
+        required=True,
+        timeout_s=PATIENCE_S,
+        wait_s=PATIENCE_S,
     )
     hashes = client.chunk_hashes(tokens(CHUNKS, seed=SEED))
     if point == "lease":

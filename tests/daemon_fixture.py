@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 16
 OBJECT_BYTES = 64 << 10
+PATIENCE_S = 20.0
+"""How long a client waits for a daemon that answers: far beyond what a busy machine takes."""
 
 
 def small_layout(object_bytes: int = OBJECT_BYTES, *, tp: int = 1) -> kvd_client.Layout:
@@ -57,6 +59,18 @@ def load(client: kvd_client.Client, hashes: list[bytes]) -> int:
         return lease.chunks
 
 
+def join(daemon: DaemonProcess, **options: Any) -> kvd_client.Client:
+    """Connect a client that waits out a busy machine; options may be replaced."""
+    usual: dict[str, Any] = {
+        "namespace": namespace(),
+        "layout": small_layout(),
+        "required": True,
+        "timeout_s": PATIENCE_S,
+        "wait_s": PATIENCE_S,
+    }
+    return kvd_client.connect(daemon.socket, **usual | options)
+
+
 @pytest.fixture
 def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
     """Make daemons, described but not started; all are stopped at the end."""
@@ -90,13 +104,8 @@ def connect(daemon: DaemonProcess) -> Iterator[Callable[..., kvd_client.Client]]
     made: list[kvd_client.Client] = []
 
     def make(**options: object) -> kvd_client.Client:
-        options.setdefault("namespace", namespace())
-        options.setdefault("layout", small_layout())
-        options.setdefault("required", True)
-        options.setdefault("wait_s", 2.0)
-        client = kvd_client.connect(daemon.socket, **options)  # type: ignore[arg-type]
-        made.append(client)
-        return client
+        made.append(join(daemon, **options))
+        return made[-1]
 
     yield make
     for client in made:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB_S = 30
+JOB_S = 120
 """How long a job may take before it is killed by SIGALRM."""
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 PAGE = 4096
 SECTOR = 512
 NEVER = 1 << 60
-START_S = 10.0
+START_S = 30.0
 CANNOT_MOUNT = 3
 """Exit status."""
 

@@ -36,6 +36,8 @@ class FaultyDisk(RealDisk):
         self.failed = 0
         self.short = 0
         self.gate: threading.Event | None = None
+        self.at_gate = threading.Event()
+        """Set once a call waits at the gate."""
         self._guard = threading.Lock()
 
     def fail(self, kind: str, after: int = 0, code: int = errno.EIO, *, lasting: bool) -> None:
@@ -55,6 +57,11 @@ class FaultyDisk(RealDisk):
             self.failed += 1
         raise OSError(self.code, os.strerror(self.code))
 
+    def _wait_at_gate(self) -> None:
+        if self.gate is not None:
+            self.at_gate.set()
+            self.gate.wait(30)
+
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
         self._pass("open")
         return super().open(path, create=create, direct=direct)
@@ -65,16 +72,14 @@ class FaultyDisk(RealDisk):
 
     def pwritev(self, handle: int, buffers: Sequence[ReadableBuffer], offset_bytes: int) -> int:
         self._pass("pwritev")
-        if self.gate is not None:
-            self.gate.wait(10)
+        self._wait_at_gate()
         if self.short:
             buffers = [memoryview(buffers[0])[: self.short]]
         return super().pwritev(handle, buffers, offset_bytes)
 
     def preadv(self, handle: int, buffers: Sequence[memoryview], offset_bytes: int) -> int:
         self._pass("preadv")
-        if self.gate is not None:
-            self.gate.wait(10)
+        self._wait_at_gate()
         if self.short:
             buffers = [buffers[0][: self.short]]
         return super().preadv(handle, buffers, offset_bytes)
@@ -107,7 +112,7 @@ def store_on(disk: RealDisk, directory: Path, **options: object) -> NvmeStore:
     )
 
 
-async def until(condition: Callable[[], bool], store: NvmeStore, limit_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], store: NvmeStore, limit_s: float = 30.0) -> None:
     """Let the store's time pass until something holds."""
     async with asyncio.timeout(limit_s):
         while not condition():

@@ -59,7 +59,7 @@ class Client:
             rank,
             int(namespace.lossy),
         )
-        self._link = Link(socket, hello)
+        self._link = Link(socket, hello, wait_s)
 
     @property
     def connected(self) -> bool:

@@ -31,7 +31,7 @@ SPIN_NS = 60_000 if (os.cpu_count() or 1) > 1 and os.uname().machine == "x86_64"
 BELLS_LEFT_MAX = 32
 """Most bells left in the socket by replies that were seen without them."""
 SLAB_WAIT_S = 0.25
-"""Longest wait for a slab's descriptor, once a slab and session."""
+"""Least bound of the wait for a slab's descriptor, once a slab and session."""
 
 
 class Lost(Exception):
@@ -41,13 +41,19 @@ class Lost(Exception):
 class Connection:
     """A session with the daemon, from the greeting to its end."""
 
-    def __init__(self, path: str, hello: wire.Hello) -> None:
+    def __init__(self, path: str, hello: wire.Hello, *, slab_wait_s: float = SLAB_WAIT_S) -> None:
         """Connect and send the greeting; does not wait for the answer.
+
+        Args:
+            path: The daemon's socket.
+            hello: The greeting.
+            slab_wait_s: Longest wait for a slab's descriptor; then the session is lost.
 
         Raises:
             OSError: Nobody listens at `path`.
         """
         self._hello = hello
+        self._slab_wait_s = slab_wait_s
         self._memory: mmap.mmap | None = None
         self._slabs: dict[int, memoryview] = {}
         self._bell = -1
@@ -203,7 +209,7 @@ class Connection:
         """Return a writable view of a slab, mapping it at first use.
 
         Raises:
-            Lost: The daemon went away or did not answer in `SLAB_WAIT_S`.
+            Lost: The daemon went away or did not answer in `slab_wait_s`.
             Refused: The daemon ended the session and said why.
         """
         view = self._slabs.get(slab)
@@ -221,7 +227,7 @@ class Connection:
             self._socket.send(wire.encode(wire.SlabRequest(slab)))
         except OSError as error:
             raise Lost from error
-        deadline = time.monotonic() + SLAB_WAIT_S
+        deadline = time.monotonic() + self._slab_wait_s
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         message: Any = None

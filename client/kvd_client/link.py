@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvd_client import wire
-from kvd_client.connection import Connection, Lost
+from kvd_client.connection import SLAB_WAIT_S, Connection, Lost
 from kvd_client.errors import DaemonUnavailable, Refused
 from kvd_client.handles import Ticket
 from kvd_client.paths import default_socket
@@ -64,10 +64,14 @@ def _complete(ticket: Ticket[Any], reply: tuple[Any, ...]) -> None:
 class Link:
     """The client's way to the daemon."""
 
-    def __init__(self, socket: str | None, hello: wire.Hello) -> None:
-        """Describe the session, made at the first need; no socket means the default of the time."""
+    def __init__(self, socket: str | None, hello: wire.Hello, wait_s: float) -> None:
+        """Describe the session, made at the first need; no socket means the default of the time.
+
+        `wait_s` is the longest wait of most calls; the first use of a slab may take as long again.
+        """
         self._named = socket
         self._hello = hello
+        self._slab_wait_s = max(SLAB_WAIT_S, wait_s)
         self.lock = threading.RLock()
         self.connection: Connection | None = None
         self._greeting_until = 0.0
@@ -122,7 +126,7 @@ class Link:
             return False
         try:
             if self.connection is None:
-                self.connection = Connection(self._path, self._hello)
+                self.connection = Connection(self._path, self._hello, slab_wait_s=self._slab_wait_s)
                 self._greeting_until = now + GREETING_S
             if self.connection.greet():
                 self._backoff_s = BACKOFF_S[0]

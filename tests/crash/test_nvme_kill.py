@@ -118,7 +118,7 @@ async def inspect(directory: Path, may: dict[Key, set[int]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_kills_lose_nothing_acknowledged(tmp_path: Path) -> None:
     """After SIGKILL at any time every acknowledged write is there, and every delete holds."""
     may: dict[Key, set[int]] = {}
@@ -143,7 +143,7 @@ def test_kills_lose_nothing_acknowledged(tmp_path: Path) -> None:
             lines += [process.stdout.readline() for _ in range(chance.randrange(60))]
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
         process.stdout.close()
         if lines[-1:] and not lines[-1].endswith("\n"):
             lines.pop()
@@ -169,7 +169,7 @@ async def filled(directory: Path) -> dict[Key, tuple[Ref, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_flipped_bits_in_regions(tmp_path: Path) -> None:
     """While the store runs, a flipped bit anywhere in a record is a miss, or does not matter."""
 
@@ -217,7 +217,7 @@ async def survive(directory: Path, wanted: dict[Key, tuple[Ref, int]]) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mark", ["clean", "killed"])
 def test_flipped_bits_in_the_index(tmp_path: Path, mark: str) -> None:
     """Whatever is flipped in the index, the store opens, by copy or by scan; reads are right."""
@@ -248,7 +248,7 @@ def test_flipped_bits_in_the_index(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_lost_index_is_rebuilt(tmp_path: Path) -> None:
     """Without an index every bundle is found again by scanning, also behind holes and garbage."""
     refs = asyncio.run(filled(tmp_path))

@@ -161,7 +161,7 @@ def run_once(seed: int, ignore: str = "") -> SimDisk:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_random_cuts() -> None:
     """After any cut every acknowledged bundle is readable, and nothing else than what was begun."""
     labels: set[str] = set()
@@ -175,7 +175,7 @@ def test_random_cuts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("sync", sorted(SYNCS))
 def test_every_sync_is_needed(sync: str) -> None:
     """A test of the test: without any one of the syncs, cuts do harm, and are seen to."""

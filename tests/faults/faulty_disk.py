@@ -18,13 +18,18 @@ class FaultyDisk:
     """What the library in the daemon does to its files."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(16))
+        path.write_bytes(bytes(20))
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 16)
+            self._memory = mmap.mmap(file.fileno(), 20)
 
     def set(self, *, write: int = 0, read: int = 0, sync: int = 0, delay_ms: int = 0) -> None:
         """Fail calls with these error numbers, and hold up every call; nothing said: be good."""
-        self._memory[:] = struct.pack("=4i", write, read, sync, delay_ms)
+        self._memory[:16] = struct.pack("=4i", write, read, sync, delay_ms)
+
+    @property
+    def held(self) -> int:
+        """Calls that are held up at the moment."""
+        return int(struct.unpack_from("=i", self._memory, 16)[0])
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 /* Calls on regular files that fail or take their time, for tests/faults/faulty_disk.py.
 
-   LD_PRELOADed into a daemon. KVD_TEST_DISK names a file of four native ints, mapped, so that the
+   LD_PRELOADed into a daemon. KVD_TEST_DISK names a file of five native ints, mapped, so that the
    test can change them at any time: errno of writes, of reads, of syncs (0: none); milliseconds
-   that every call takes more. */
+   that every call takes more; how many calls are held up by that. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { WRITE, READ, SYNC, DELAY, COUNT };
+enum { WRITE, READ, SYNC, DELAY, HELD, COUNT };
 
 static volatile int *control;
 
@@ -26,7 +26,7 @@ __attribute__((constructor)) static void begin(void)
     int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (fd < 0)
         return;
-    void *memory = mmap(NULL, COUNT * sizeof(int), PROT_READ, MAP_SHARED, fd, 0);
+    void *memory = mmap(NULL, COUNT * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
     if (memory != MAP_FAILED)
         control = memory;
@@ -37,12 +37,14 @@ static int fails(int fd, int kind)
     struct stat file;
     if (!control || fstat(fd, &file) || !S_ISREG(file.st_mode))
         return 0;
+    __atomic_add_fetch(&control[HELD], 1, __ATOMIC_RELAXED);
     int left = control[DELAY];
     while (left > 0 && control[DELAY]) { /* ends early when the test says so */
         struct timespec step = {0, 10 * 1000 * 1000};
         nanosleep(&step, NULL);
         left -= 10;
     }
+    __atomic_sub_fetch(&control[HELD], 1, __ATOMIC_RELAXED);
     errno = control[kind];
     return control[kind] != 0;
 }

@@ -64,7 +64,7 @@ async def scene(disk: FaultyDisk, directory: Path) -> tuple[dict[Key, tuple[Ref,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_single_failure_is_handled(tmp_path: Path, kind: str, code: int) -> None:
@@ -223,10 +223,9 @@ def test_a_stall_sheds_writes_until_it_is_over(tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as group:
             hung = group.create_task(store.write(bundle(KEYS[1], 1)))
             await until(lambda: store.state == "slow", store)
-            began = asyncio.get_running_loop().time()
             with pytest.raises(TierBusy, match="stalls"):
                 await store.write(bundle(KEYS[2], 1))
-            assert asyncio.get_running_loop().time() - began < 0.1
+            assert not hung.done(), "it waited for the disk"
             disk.gate.set()
             await hung
         store.tick()
@@ -257,7 +256,7 @@ def test_cancellation_waits_for_the_thread(tmp_path: Path, kind: str) -> None:
             call = store.write(item)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(call)
-            await asyncio.sleep(0.05)
+            await until(disk.at_gate.is_set, store)
             task.cancel()
             task.cancel()
             await asyncio.sleep(0.05)

@@ -96,7 +96,7 @@ def test_a_region_is_not_reused_under_a_reader(tmp_path: Path) -> None:
         disk.gate = threading.Event()
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(version_of(store, KEYS[0], ref, 1))
-            await asyncio.sleep(0.02)
+            await until(disk.at_gate.is_set, store)
             await store.reclaim(ref.region)
             assert store.free_regions == free
             disk.gate.set()

@@ -45,7 +45,7 @@ def promtool(*arguments: str) -> str:
     if tool is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     done = subprocess.run(
-        [tool, *arguments], capture_output=True, text=True, timeout=20, check=False
+        [tool, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,10 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import kvd_client
 from kvd import log
 from kvd_client import wire
-from tests.daemon_fixture import namespace, small_layout, store, tokens
+from tests.daemon_fixture import join, namespace, store, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,13 +47,7 @@ def test_nothing_secret_is_told(make_daemon: Callable[..., DaemonProcess], tmp_p
     file.write_text(CONFIG)
     daemon = make_daemon(host_bytes=8 << 20, arguments=["--config", str(file)])
     daemon.start()
-    client = kvd_client.connect(
-        daemon.socket,
-        namespace=namespace(salt=SECRET),
-        layout=small_layout(),
-        required=True,
-        wait_s=5.0,
-    )
+    client = join(daemon, namespace=namespace(salt=SECRET))
     chain = client.chunk_hashes(tokens(64))
     first = 0
     while first < len(chain):
@@ -68,14 +61,14 @@ def test_nothing_secret_is_told(make_daemon: Callable[..., DaemonProcess], tmp_p
         with suppress(OSError):
             rude.recv(wire.PACKET_BYTES_MAX)
     shown = b"{}"
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while json.loads(shown).get("counters", {}).get("acquires") != 1:  # a page five times a second
         assert time.monotonic() < deadline, shown
         shown = subprocess.run(
             [sys.executable, "-m", "kvd", "stat", "--json", "--socket", daemon.socket],
             capture_output=True,
-            timeout=15,
-            check=True,
+            timeout=30,
+            check=False,  # an old page is code 3
         ).stdout
     client.close()
     assert daemon.stop() == 0
@@ -121,7 +114,7 @@ def test_journald_gets_priorities(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         here = os.fstat(end.fileno())
         monkeypatch.setenv("JOURNAL_STREAM", f"{here.st_dev}:{here.st_ino}")
         program = "from kvd import log; x = log.get('t'); x.info('a'); x.warning('b'); x.error('c')"
-        subprocess.run([sys.executable, "-c", program], stderr=end, timeout=15, check=True)
+        subprocess.run([sys.executable, "-c", program], stderr=end, timeout=60, check=True)
     assert stream.read_text().splitlines() == ["<6>t: a", "<4>warning: t: b", "<3>error: t: c"]
 
 
@@ -134,10 +127,8 @@ def test_a_client_cannot_flood_the_log(
     daemon = make_daemon(host_bytes=16 << 20)
     daemon.start(until="ready")
     for _ in range(300):
-        kvd_client.connect(
-            daemon.socket, namespace=namespace(), layout=small_layout(), required=True
-        ).close()
-    deadline = time.monotonic() + 15
+        join(daemon).close()
+    deadline = time.monotonic() + 30
     while daemon.log.read_text().count("session closed") < log.OFTEN_PER_MINUTE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
