@@ -35,6 +35,7 @@ from tests.daemon_fixture import (
     OBJECT_BYTES,
     join,
     load,
+    small_layout,
     store,
     tokens,
 )
