@@ -247,7 +247,10 @@ class Tier:
         for number in range(PREFIXES):
             with self._client.wait(waiting.popleft()) as lease:
                 if lease.chunks != PREFIX_CHUNKS:
-                    raise RuntimeError(f"prefix {number}: {lease.chunks} of {PREFIX_CHUNKS} chunks")
+                    raise RuntimeError(
+                        f"prefix {number}: {lease.chunks} of {PREFIX_CHUNKS} chunks; shed while the "
+                        f"disk was slow? counters: {self.counters()}"
+                    )
                 read = sum(lease.view(index)[0] for index in range(PREFIX_CHUNKS))
                 assert read >= 0
             if number + AHEAD < PREFIXES:

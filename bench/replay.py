@@ -1,11 +1,12 @@
 """Eviction policies on real traces: hits beside LRU and the offline optimum.
 
-    python -m bench.replay [--json] [--capacity BLOCKS ...] [--tiers]
+    python -m bench.replay [--json] [--capacity BLOCKS ...] [--tiers] [--ranks]
 
 Replays both traces of tests/data/traces at each capacity (default: four) with each policy, and
 says for the default policy whether it reaches the floors of docs/adr/0011: a block hit ratio, and
 a share of the way from LRU to the optimum. Some 25 seconds of one idle core, 35 with --tiers. The
-exit code is 1 if a floor is missed. Nothing is random.
+exit code is 1 if a floor is missed. `--ranks` drives the daemon's own catalog as well (`_ranks.py`;
+five minutes): one rank, and two that store one after the other. Nothing is random.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench._ranks import replay_ranks
 from bench._table import print_json, print_table
 from kvd.policies import make, make_admission
 from kvd.replay import Tier, Tiers, replay, replay_optimum, replay_tiers
@@ -25,6 +27,8 @@ NAMES = ("conversation", "synthetic")
 CAPACITIES = (1000, 3000, 10_000, 30_000)
 UPPER, LOWER = 1000, 10_000
 REMEMBERED = 4 * (UPPER + LOWER)
+LAGS = {"one_rank": (1, 0.0), "two": (2, 0.0), "two_4_s_apart": (2, 4.0), "two_8_s_apart": (2, 8.0)}
+"""Ranks, and how long one stores after the other."""
 
 FLOORS = {
     "conversation": {1000: (6.9, 17), 3000: (12.5, 26), 10_000: (23.1, 12), 30_000: (32.8, 6)},
@@ -103,8 +107,20 @@ def measure_tiers(name: str, trace: Trace) -> list[dict[str, str | float]]:
     return rows
 
 
+def measure_ranks(name: str, trace: Trace) -> list[dict[str, str | float]]:
+    """Replay one trace through the daemon's catalog; whole blocks found, in per cent."""
+    return [
+        {"trace": name, "policy": policy, "capacity": capacity}
+        | {lag: round(replay_ranks(trace, capacity, policy, *LAGS[lag]), 2) for lag in LAGS}
+        for capacity in (UPPER, LOWER)
+        for policy in ("lru", "lifetable")
+    ]
+
+
 def figures(
-    rows: list[dict[str, str | float]], tiers: list[dict[str, str | float]]
+    rows: list[dict[str, str | float]],
+    tiers: list[dict[str, str | float]],
+    ranks: list[dict[str, str | float]],
 ) -> dict[str, str | float]:
     """Flatten the tables for JSON: trace, capacity or admission, and figure make a name."""
     flat: dict[str, str | float] = {}
@@ -113,6 +129,9 @@ def figures(
         flat |= {f"{prefix}_{name}": value for name, value in row.items()}
     for row in tiers:
         prefix = f"{row.pop('trace')}_tiers_{row.pop('policy')}_{row.pop('admission')}"
+        flat |= {f"{prefix}_{name}": value for name, value in row.items()}
+    for row in ranks:
+        prefix = f"{row.pop('trace')}_{row.pop('capacity')}_{row.pop('policy')}"
         flat |= {f"{prefix}_{name}": value for name, value in row.items()}
     return flat
 
@@ -123,6 +142,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--capacity", type=int, action="append", metavar="BLOCKS")
     parser.add_argument("--tiers", action="store_true", help="two tiers and admission as well")
+    parser.add_argument("--ranks", action="store_true", help="the daemon's catalog as well")
     options = parser.parse_args()
     traces = {name: load(name) for name in NAMES}
     rows = [
@@ -133,13 +153,18 @@ def main() -> int:
     tiers = []
     if options.tiers:
         tiers = [row for name, trace in traces.items() for row in measure_tiers(name, trace)]
+    ranks = []
+    if options.ranks:
+        ranks = [row for name, trace in traces.items() for row in measure_ranks(name, trace)]
     missed = sum(row.get("verdict") == "missed" for row in rows)
     if options.json:
-        print_json({**figures(rows, tiers), "floors_missed": missed})
+        print_json({**figures(rows, tiers, ranks), "floors_missed": missed})
     else:
         print_table("Block hits, per cent", rows)
         if tiers:
             print_table(f"Two tiers, {UPPER} over {LOWER} blocks", tiers)
+        if ranks:
+            print_table("Whole blocks found by the daemon's catalog, per cent", ranks)
         print(f"floors missed: {missed}")
     return 1 if missed else 0
 

@@ -85,7 +85,7 @@ class HostConfig:
     huge_pages: str = "auto"
     lock: str = "auto"
     fault_threads: int = 0
-    policy: str = "lru"
+    policy: str = "lifetable"
 
     def __post_init__(self) -> None:
         """Replace the zeros by what they stand for."""
@@ -292,7 +292,7 @@ def _host(table: Table) -> HostConfig:
         huge_pages=table.choice("huge_pages", "auto", WHENEVER),
         lock=table.choice("lock", "auto", WHENEVER),
         fault_threads=table.integer("fault_threads", 0, 0, 64) if threads is None else threads,
-        policy=table.choice("policy", "lru", POLICIES),
+        policy=table.choice("policy", "lifetable", POLICIES),
     )
 
 

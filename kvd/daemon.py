@@ -37,6 +37,7 @@ from kvd.lease import LeaseBook
 from kvd.lockfile import LockFile
 from kvd.metrics import Counters
 from kvd.peer.joining import join
+from kvd.prefills import Prefills
 from kvd.pulse import Pulse
 from kvd.quota import Quota, Resource
 from kvd.statpage import StatPage
@@ -120,7 +121,8 @@ class Daemon:
         self.started_ns = self.clock.now_ns()
         self.loop_lag_ms = 0.0
         self.pulse = Pulse()
-        self.sides: list[Side] = []
+        self.prefills = Prefills(config.state_dir, self.catalog)
+        self.sides: list[Side] = [self.prefills]
         self._was_late: list[str] = []
         self._next_owner = 0
         self._stop = asyncio.Event()
@@ -203,9 +205,10 @@ class Daemon:
         if self.dispatcher.draining:
             raise RefusedSession(Refusal.DRAINING, "this daemon is going down")
         self.counters.sessions += 1
-        return self.catalog.enter(
-            tenant, hello.namespace, hello.label, layout, lossy=bool(hello.lossy)
-        )
+        lossy = bool(hello.lossy)
+        space = self.catalog.enter(tenant, hello.namespace, hello.label, layout, lossy=lossy)
+        self.prefills.recall(space)
+        return space
 
     def slab_fd(self, tenant: Tenant, slab: int) -> int | None:
         """Return the descriptor of a slab if it is the tenant's."""

@@ -63,16 +63,20 @@ def write(state_dir: str | Path, rates: HostRates) -> str:
         KvdError: The directory cannot be written; the text says so.
     """
     path = os.path.join(state_dir, NAME)  # noqa: PTH118 - as above
-    text = json.dumps({"version": VERSION, **rates._asdict()})
     try:
-        os.makedirs(state_dir, mode=0o750, exist_ok=True)  # noqa: PTH103 - as above
-        with open(f"{path}.new", "w", encoding="utf-8") as file:  # noqa: PTH123 - as above
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{path}.new", path)  # noqa: PTH105 - as above
+        replace_json(path, {"version": VERSION, **rates._asdict()})
     except OSError as error:
         raise KvdError(
             f"{path}: {error.strerror}; run it as the daemon's user, or name its --config"
         ) from error
     return path
+
+
+def replace_json(path: str, document: object) -> None:
+    """Put a document in place of a file, whole or not at all; raises OSError."""
+    os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)  # noqa: PTH103, PTH120 - light
+    with open(f"{path}.new", "w", encoding="utf-8") as file:  # noqa: PTH123 - as above
+        file.write(json.dumps(document) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.new", path)  # noqa: PTH105 - as above

@@ -239,6 +239,12 @@ def test_the_gate_says_what_is_worth_loading(
     assert client.ping()
     assert client.lookup(hashes)[0::2] == (100, 100)
     assert client.lookup(other).worth == 100, "what is in host memory always is"
+    client.report_prefill(10_000_000, 0.001)
+    assert client.ping()
+    daemon.stop()
+    daemon.start()
+    client = connect_to(daemon)
+    wait_for(daemon, lambda s: s["spaces"][0]["prefill_tokens_s"] > 1_000, 5)
 
 
 def test_a_stopped_reader_does_not_hold_up_the_mover(
