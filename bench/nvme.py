@@ -143,6 +143,8 @@ class Tier:
         self._chains = [chain(number) for number in range(PREFIXES)]
         self._client: kvd_client.Client
         self.used_s = 0.0
+        self.stalls = 0
+        """Times the disk was too slow, of those shown so far; the tier sheds meanwhile."""
 
     def start(self) -> None:
         """Run the daemon and connect."""
@@ -184,6 +186,7 @@ class Tier:
         time.sleep(0.45)
         found = statpage.read(stat_page_name(self._daemon.socket)).stats
         counters: dict[str, Any] = found["nvme"]["counters"]
+        self.stalls += counters["stalls"]
         return counters
 
     def store(self) -> float:
@@ -247,10 +250,8 @@ class Tier:
         for number in range(PREFIXES):
             with self._client.wait(waiting.popleft()) as lease:
                 if lease.chunks != PREFIX_CHUNKS:
-                    raise RuntimeError(
-                        f"prefix {number}: {lease.chunks} of {PREFIX_CHUNKS} chunks; shed while the "
-                        f"disk was slow? counters: {self.counters()}"
-                    )
+                    found = f"{lease.chunks} of {PREFIX_CHUNKS} chunks"
+                    raise RuntimeError(f"prefix {number}: {found}; stalls: {self.stalls}")
                 read = sum(lease.view(index)[0] for index in range(PREFIX_CHUNKS))
                 assert read >= 0
             if number + AHEAD < PREFIXES:
