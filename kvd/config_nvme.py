@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvd.sizes import MIB, format_size
 
 if TYPE_CHECKING:
     from kvd.config_source import Table
+    from kvd.tiers.nvme_types import NvmeConfig
 
 Form = Literal["fp8", "lossless", "raw"]
 FORMS: dict[str, Form] = {"fp8": "fp8", "lossless": "lossless", "raw": "raw"}
@@ -33,6 +35,7 @@ class NvmeKnobs:
         admission: Which chunks are written at all, see `kvd.policies.admission`.
         admission_threshold: For `predicted`: the least chance of being used again.
         flush_s: What the last writes get when the daemon goes down.
+        slow_s: A call that takes longer makes the tier slow: it takes nothing in until it returns.
     """
 
     size_bytes: int
@@ -46,6 +49,19 @@ class NvmeKnobs:
     admission: str = "all"
     admission_threshold: float = 0.1
     flush_s: float = 30.0
+    slow_s: float = 1.0
+
+    def store(self) -> NvmeConfig:
+        """Return what the store below the tier is made of."""
+        from kvd.tiers.nvme_types import NvmeConfig  # what has no NVMe tier needs none of it
+
+        return NvmeConfig(
+            Path(self.directory),
+            self.size_bytes,
+            self.region_bytes,
+            threads=self.threads,
+            slow_s=self.slow_s,
+        )
 
 
 KEYS = ("bytes", *(field.name for field in fields(NvmeKnobs) if field.name != "size_bytes"))
@@ -75,6 +91,7 @@ def read(table: Table, state_dir: str) -> NvmeKnobs:
         admission=table.choice("admission", "all", ADMISSIONS),
         admission_threshold=table.number("admission_threshold", 0.1, 0, 1),
         flush_s=table.number("flush_s", 30.0, 0, 3600),
+        slow_s=table.number("slow_s", 1.0, 0.01, 3600),
     )
 
 
@@ -98,4 +115,5 @@ def dump(knobs: NvmeKnobs) -> list[str]:
         f'admission = "{knobs.admission}"',
         f"admission_threshold = {knobs.admission_threshold!r}",
         f"flush_s = {knobs.flush_s!r}",
+        f"slow_s = {knobs.slow_s!r}",
     ]

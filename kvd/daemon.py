@@ -17,7 +17,6 @@ import os
 import resource
 import signal
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvd import __version__, activation, log, memory, notify, rates
@@ -137,14 +136,10 @@ class Daemon:
     def _cold_tier(self) -> ColdTier:
         from kvd.cold import ColdTier  # here, so that host memory alone needs fewer libraries
         from kvd.tiers.nvme import NvmeStore
-        from kvd.tiers.nvme_types import NvmeConfig
 
         nvme = self.config.nvme
-        config = NvmeConfig(
-            Path(nvme.directory), nvme.size_bytes, nvme.region_bytes, threads=nvme.threads
-        )
         begin = rates.read(self.config.state_dir)
-        return ColdTier(self.catalog, self.tier, NvmeStore(config, self.loop), nvme, begin)
+        return ColdTier(self.catalog, self.tier, NvmeStore(nvme.store(), self.loop), nvme, begin)
 
     def _peers(self) -> Peers:
         from kvd.peer.peers import Peers

@@ -184,7 +184,8 @@ def test_every_statistics_field_is_documented(
 ) -> None:
     """What a real daemon with a session and both tiers says is explained, field by field."""
     path = tmp_path / "kvd.toml"
-    path.write_text('[nvme]\nbytes = "16MiB"\nregion_bytes = "4MiB"\n', encoding="utf-8")
+    text = '[nvme]\nslow_s = 30\nbytes = "16MiB"\nregion_bytes = "4MiB"\n'
+    path.write_text(text, encoding="utf-8")
     daemon = make_daemon(arguments=["--config", str(path)])
     daemon.start()
     stats: dict[str, Any] = {}

@@ -209,7 +209,7 @@ def test_every_command_prints_what_its_schema_says(
 ) -> None:
     """One after the other on one daemon, the drain last but for what needs a stopped one."""
     config = tmp_path / "kvd.toml"
-    text = '[nvme]\nbytes = "64MiB"\nregion_bytes = "4MiB"\n'
+    text = '[nvme]\nslow_s = 30\nbytes = "64MiB"\nregion_bytes = "4MiB"\n'
     text += f'[events]\nendpoint = "ipc://{tmp_path}/e"\nreplay_endpoint = "ipc://{tmp_path}/r"\n'
     config.write_text(text, encoding="utf-8")
     daemon = make_daemon(arguments=["--config", str(config)])

@@ -48,6 +48,7 @@ CUTS = int(os.environ.get("KVD_FORGET_CUTS", "40"))
 MUTANT_CUTS = 300
 CONFIG = """
 [nvme]
+slow_s = 30
 bytes = "64MiB"
 region_bytes = "1MiB"
 form = "raw"

@@ -48,6 +48,7 @@ CHUNKS: Final = 8
 
 CONFIG: Final = """
 [nvme]
+slow_s = 30
 bytes = "{size}"
 region_bytes = "1MiB"
 form = "raw"

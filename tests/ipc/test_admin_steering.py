@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     MakeDaemon = Callable[..., DaemonProcess]
 
-NVME = '[nvme]\nbytes = "192MiB"\nregion_bytes = "4MiB"\nform = "raw"\n'
+NVME = '[nvme]\nslow_s = 30\nbytes = "192MiB"\nregion_bytes = "4MiB"\nform = "raw"\n'
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def daemon(
     """Run a daemon with an NVMe tier, 8 MiB of host memory and events."""
     file = tmp_path / "kvd.toml"
     file.write_text(
-        '[nvme]\nbytes = "64MiB"\nregion_bytes = "8MiB"\nform = "raw"\n'
+        '[nvme]\nslow_s = 30\nbytes = "64MiB"\nregion_bytes = "8MiB"\nform = "raw"\n'
         f'[events]\nendpoint = "{endpoints[0]}"\nreplay_endpoint = "{endpoints[1]}"\n'
         'topic = "kv@test"\n'
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SECRET: Final = b"salt-of-the-earth-0123456789abcd"
-CONFIG: Final = '[nvme]\nbytes = "64MiB"\nregion_bytes = "8MiB"\nform = "raw"\n'
+CONFIG: Final = '[nvme]\nslow_s = 30\nbytes = "64MiB"\nregion_bytes = "8MiB"\nform = "raw"\n'
 WORDS: Final = {"hash", "hashes", "key", "keys", "salt", "token", "tokens", "secret", "password"}
 
 

@@ -50,6 +50,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "metrics.md"
 CONFIG: Final = """
 [nvme]
+slow_s = 30
 bytes = "64MiB"
 region_bytes = "8MiB"
 form = "raw"
