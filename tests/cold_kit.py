@@ -60,7 +60,7 @@ def stamp(key: bytes, column: int, size_bytes: int) -> bytes:
     return (seed * (size_bytes // 32 + 1))[:size_bytes]
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
     """Let the loop run until something holds."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - a test

@@ -228,7 +228,7 @@ def test_the_readmes_program_runs(daemon: DaemonProcess) -> None:
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
         text=True,
-        timeout=15,
+        timeout=50,
         check=False,
         env={**os.environ, "KVD_SOCKET": daemon.socket},
     )

@@ -66,14 +66,19 @@ def test_daemons_tell_and_engines_feel_nothing(
     server = make_server()
     a, b = (configured(make_daemon, name, server.url) for name in "ab")
     client = kvd_client.connect(
-        a.socket, namespace=namespace(), layout=small_layout(), required=True, wait_s=5.0
+        a.socket,
+        namespace=namespace(),
+        layout=small_layout(),
+        required=True,
+        timeout_s=20.0,
+        wait_s=20.0,
     )
     hashes = client.chunk_hashes(tokens(40))
     assert store(client, hashes) == 40
     until(lambda: page(a), "directory", "counters", "told", least=40)
     until(lambda: page(b), "directory", "hosts", least=2)
-    entries = [key for key in server.client().scan_iter("kvd:{*}*") if b"host" not in key]
-    assert len(entries) == 40
+    redis = server.client()
+    assert sum(b"host" not in key for key in redis.scan_iter("kvd:{*}*")) == 40
 
     for seed, harm in enumerate((lambda: server.send(signal.SIGSTOP), server.kill), 1):
         harm()
@@ -81,7 +86,7 @@ def test_daemons_tell_and_engines_feel_nothing(
         begun = time.monotonic()
         assert store(client, more) == 40
         assert load(client, more) == 40
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < WAIT_S, "a call that hangs for each message takes longer"
         if server._process is not None:
             server.send(signal.SIGCONT)
     until(lambda: page(a), "directory", "counters", "trips", least=1)
@@ -92,4 +97,4 @@ def test_daemons_tell_and_engines_feel_nothing(
     client.close()
     a.process.terminate()
     assert a.process.wait(WAIT_S) == 0
-    assert server.client().get(host_key("kvd", "a")) is None
+    until(lambda: {"gone": server.client().get(host_key("kvd", "a")) is None}, "gone", least=1)

@@ -346,6 +346,6 @@ def test_in_a_real_thread(tmp_path: Path) -> None:
         for job in jobs:
             thread.submit(job)
         for job in jobs:
-            assert job.done.result(10) == [None]
-        assert thread.call(lambda inner: len(rows_of(inner))).result(10) == 500
-        thread.call(lambda inner: inner.close()).result(10)
+            assert job.done.result(45) == [None]
+        assert thread.call(lambda inner: len(rows_of(inner))).result(45) == 500
+        thread.call(lambda inner: inner.close()).result(45)

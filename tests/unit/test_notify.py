@@ -24,7 +24,7 @@ def systemd(
     monkeypatch.setenv("NOTIFY_SOCKET", address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(address.replace("@", "\0", 1))
-        receiver.settimeout(5)
+        receiver.settimeout(30)
         yield receiver
 
 

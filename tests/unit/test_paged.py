@@ -320,7 +320,7 @@ def test_a_copy_leaves_the_gil(
     large: tuple[PagedKV, mmap.mmap, list[Any]],
     kernel: _copiers.KernelName,
 ) -> None:
-    """Another Python thread runs on while objects are copied."""
+    """Another Python thread runs on while objects are copied, though nothing takes the GIL away."""
     _, slot, planes = large
     paged = PagedKV(planes, threads=1, kernel=kernel)
     ticks, stop = 0, False
@@ -331,16 +331,19 @@ def test_a_copy_leaves_the_gil(
             ticks += 1
             time.sleep(0)
 
+    paged.gather(range(16), slot)
     thread = threading.Thread(target=tick)
-    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
     try:
-        paged.gather(range(16), slot)
-        before = ticks
-        for _ in range(5):
+        thread.start()
+        before, end = ticks, time.monotonic() + 10
+        while ticks - before <= 20 and time.monotonic() < end:
             paged.gather(range(16), slot)
         during = ticks - before
     finally:
         stop = True
+        sys.setswitchinterval(interval_s)
         thread.join()
     assert during > 20
 
@@ -370,7 +373,7 @@ def test_late_helpers_do_not_hold_up_the_caller(
         pytest.skip("no numba")
     gate = threading.Event()
     pool = copier._helpers()
-    blocked = [pool.submit(gate.wait, 10) for _ in range(copier._threads - 1)]
+    blocked = [pool.submit(gate.wait, 45) for _ in range(copier._threads - 1)]
     try:
         paged.gather(range(16), slot)
         assert slot[:] == expected(planes, list(range(16)))

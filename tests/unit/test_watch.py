@@ -112,7 +112,7 @@ def socket(tmp_path: Path) -> Iterator[str]:
     """The socket of a daemon that has written its page."""
     path = str(tmp_path / "kvd.sock")
     made = StatPage.create(stat_page_name(path))
-    made.write(page(5), time.monotonic_ns())
+    made.write(page(5), time.monotonic_ns() + 60 * 10**9)  # new for the whole of a test
     yield path
     made.close()
 
@@ -125,7 +125,7 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         self.resize(columns)
         self.before = termios.tcgetattr(self.slave)
-        command = [sys.executable, "-m", "kvd", "stat", "--watch", "5", "--socket", socket]
+        command = [sys.executable, "-m", "kvd", "stat", "--watch", "60", "--socket", socket]
         self.process = subprocess.Popen(
             command, stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True
         )
@@ -137,7 +137,7 @@ class Terminal:
 
     def until(self, text: str, after: int = 0) -> None:
         """Read until something was written."""
-        end = time.monotonic() + 15
+        end = time.monotonic() + 45
         while text not in self.seen[after:]:
             assert time.monotonic() < end, self.seen
             if select.select([self.master], [], [], 0.1)[0]:
@@ -145,7 +145,7 @@ class Terminal:
 
     def stopped(self) -> None:
         """Wait until it is stopped."""
-        end = time.monotonic() + 15
+        end = time.monotonic() + 45
         stat = Path(f"/proc/{self.process.pid}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < end, "it is not stopped"
@@ -153,7 +153,7 @@ class Terminal:
 
     def ended(self) -> int:
         """Wait for its end; return its code, the terminal being as before."""
-        code = self.process.wait(15)
+        code = self.process.wait(45)
         self.until(LEAVE)
         assert termios.tcgetattr(self.slave) == self.before
         return code
@@ -205,9 +205,9 @@ def test_a_changed_window_is_drawn_at_once(terminal: Terminal) -> None:
     assert max(widths) <= 40 + len("\x1b[H\x1b[31m\x1b[0m\x1b[K\x1b[K\x1b[J")
     terminal.process.send_signal(signal.SIGTSTP)
     terminal.until(LEAVE, before)
-    assert termios.tcgetattr(terminal.slave) == terminal.before
     before = len(terminal.seen)
     terminal.stopped()  # a SIGCONT that comes before the stop is lost
+    assert termios.tcgetattr(terminal.slave) == terminal.before
     terminal.process.send_signal(signal.SIGCONT)
     terminal.until(ENTER, before)
     os.write(terminal.master, b"q")
