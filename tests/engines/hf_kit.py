@@ -28,6 +28,7 @@ CHUNK = 16
 PROMPT = 300
 WHOLE = 18 * CHUNK
 """Tokens of whole chunks that leave at least one token of the prompt to compute."""
+WAIT_S = 45.0
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -154,11 +155,16 @@ def run_rows(
     client: Any, model: Any, ids: Any, mask: Any = None
 ) -> tuple[list[list[int]], kvd_hf.Prefix, kvd_hf.Stored]:
     """What an engine does with a batch: load, generate, store."""
-    prefix = kvd_hf.load_prefix(client, model, ids, attention_mask=mask)
+    prefix = load(client, model, ids, attention_mask=mask)
     cache = kvd_hf.new_cache(model) if prefix.cache is None else prefix.cache
     answer = greedy_rows(model, ids, mask, cache)
     stored = kvd_hf.store_prefix(client, model, cache, ids, attention_mask=mask)
     return answer, prefix, stored
+
+
+def load(client: Any, model: Any, ids: Any, **options: Any) -> kvd_hf.Prefix:
+    """Load; what is on NVMe may have to wait until the daemon has compiled its codec."""
+    return kvd_hf.load_prefix(client, model, ids, **{"wait_s": WAIT_S, **options})
 
 
 def connect(daemon: Any, model: Any, **options: Any) -> Any:
@@ -169,7 +175,7 @@ def connect(daemon: Any, model: Any, **options: Any) -> Any:
 
 def run(client: Any, model: Any, ids: Any) -> tuple[list[int], kvd_hf.Prefix, kvd_hf.Stored]:
     """What an engine does with one prompt: load, generate, store."""
-    prefix = kvd_hf.load_prefix(client, model, ids)
+    prefix = load(client, model, ids)
     cache = kvd_hf.new_cache(model) if prefix.cache is None else prefix.cache
     answer = greedy(model, ids, cache)
     return answer, prefix, kvd_hf.store_prefix(client, model, cache, ids)

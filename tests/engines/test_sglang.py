@@ -351,6 +351,14 @@ def test_it_holds_under_sglang_s_failure_injector(
     assert read[0] > 20, "nothing was read: the test shows nothing"
 
 
+def reach(calls: list[int], least: int) -> None:
+    """Wait for so many calls."""
+    deadline = time.monotonic() + 60
+    while calls[0] < least:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_calls_are_bounded_when_the_daemon_dies_under_them(
     make_daemon: Any, how: signal.Signals
@@ -363,6 +371,8 @@ def test_calls_are_bounded_when_the_daemon_dies_under_them(
     fill(host)
     source, target = take(host, 16), take(host, 16)
     want = contents(host, source)
+    made.batch_set_v1(page_keys(16), source)  # the first compiles the copying kernel
+    made.batch_get_v1(page_keys(16), target)
     stop, wrong, longest, calls = threading.Event(), [], [0.0], [0]
 
     def work() -> None:
@@ -387,16 +397,16 @@ def test_calls_are_bounded_when_the_daemon_dies_under_them(
 
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(0.5)
+    reach(calls, 21)
     os.kill(daemon.pid, how)
     time.sleep(2.5)
+    reach(calls, 42)
     stop.set()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     if how == signal.SIGSTOP:
         os.kill(daemon.pid, signal.SIGCONT)
     assert not wrong
-    assert calls[0] > 20
     assert longest[0] < 10, "bounds of 0.5 and 1 s, and a busy machine"
     made.close()
 
@@ -433,7 +443,7 @@ def test_it_begins_again_with_a_new_daemon(make_daemon: Any) -> None:
     assert (made.batch_exists(keys), made.batch_get_v1(keys, source)) == (0, [False] * 3)
     for _ in range(2):
         daemon.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while made.batch_set_v1(keys, source) != [True] * 3:
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -476,10 +486,10 @@ def test_pages_come_back_from_nvme(make_daemon: Any, *, lossy: bool) -> None:
     want = contents(host, source)
     assert made.batch_set_v1(keys, source) == [True] * 20
     made.close()
-    assert daemon.stop(40) == 0
+    assert daemon.stop(60) == 0
     daemon.start()
     made = backend(daemon, host, lossy=lossy)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all(made.batch_get_v1(keys, target)):
         assert time.monotonic() < deadline
     store = made._stores["kv"]

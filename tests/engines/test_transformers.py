@@ -31,7 +31,7 @@ from tests.engines.hf_kit import (  # noqa: E402
     run,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.mark.parametrize("name", MODELS)

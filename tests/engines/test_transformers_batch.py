@@ -25,7 +25,7 @@ from tests.engines.hf_kit import (  # noqa: E402
     run_rows,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 PAIRS = ["llama", "llama-bfloat16", "mistral-64", "mistral-65", "mistral-1000", "gemma3"]
 """Models whose batches are tried; a bfloat16 answer may leave another's, so no padding there."""

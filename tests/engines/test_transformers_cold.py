@@ -17,36 +17,46 @@ from kvd_client.paths import stat_page_name  # noqa: E402
 from tests.engines.hf_kit import (  # noqa: E402
     CHUNK,
     MODELS,
+    WAIT_S,
     WHOLE,
     connect,
     greedy,
     llama,
+    load,
     prompt,
     run,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
-def cold_daemon(make_daemon: Any) -> Any:
+def cold_daemon(make_daemon: Any, tmp_path: Any) -> Any:
     """A daemon with an NVMe tier, in the default form: FP8 where the namespace allows it."""
-    daemon = make_daemon(arguments=["--nvme-bytes", "1GiB"])
+    config = tmp_path / "kvd.toml"
+    config.write_text(f"[limits]\npromote_s = {WAIT_S}\n")  # it may compile its codec meanwhile
+    daemon = make_daemon(arguments=["--nvme-bytes", "1GiB", "--config", str(config)])
     daemon.start()
     return daemon
 
 
 def restart(daemon: Any) -> None:
     """Stop the daemon and start it again: what it held is on NVMe only."""
-    assert daemon.stop(40) == 0
+    assert daemon.stop(60) == 0
     daemon.start()
 
 
 def space(daemon: Any) -> dict[str, Any]:
     """What the statistics say of the only space, once they are new."""
-    time.sleep(0.5)
-    (found,) = statpage.read(stat_page_name(daemon.socket)).stats["spaces"]
-    return dict(found)
+    called_s = time.monotonic()
+    while True:
+        asked_s = time.monotonic()
+        page = statpage.read(stat_page_name(daemon.socket))
+        if asked_s - page.age_s > called_s:
+            (found,) = page.stats["spaces"]
+            return dict(found)
+        assert asked_s < called_s + 30, "the daemon does not write its page"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek"])
@@ -70,13 +80,13 @@ def test_a_lossy_copy_is_told_and_goes_nowhere_else(cold_daemon: Any) -> None:
     model = llama()
     with connect(cold_daemon, model, lossy=True) as client:
         run(client, model, ids)
-        warm = kvd_hf.load_prefix(client, model, ids)
+        warm = load(client, model, ids)
         assert (warm.tokens, warm.lossy) == (WHOLE, False), "in memory it is what was stored"
         exact = greedy(model, ids, warm.cache)
     restart(cold_daemon)
     longer = torch.cat([ids, prompt(40, seed=5)], dim=1)
     with connect(cold_daemon, model, lossy=True) as client:
-        prefix = kvd_hf.load_prefix(client, model, longer)
+        prefix = load(client, model, longer)
         assert (prefix.tokens, prefix.lossy, prefix.note) == (WHOLE, True, "")
         greedy(model, longer, prefix.cache)
     assert prefix.cache is not None
@@ -96,7 +106,7 @@ def test_what_follows_a_lossy_copy_is_lossy_for_good(cold_daemon: Any) -> None:
     restart(cold_daemon)
     longer = torch.cat([ids, prompt(40, seed=5)], dim=1)
     with connect(cold_daemon, model, lossy=True) as client:
-        prefix = kvd_hf.load_prefix(client, model, longer)
+        prefix = load(client, model, longer)
     assert prefix.lossy
     assert prefix.cache is not None
     greedy(model, longer, prefix.cache)
@@ -107,13 +117,13 @@ def test_what_follows_a_lossy_copy_is_lossy_for_good(cold_daemon: Any) -> None:
         kvd_hf.store_prefix(client, model, cache, ids)
         stored = kvd_hf.store_prefix(client, model, prefix.cache, longer)
         assert (stored.tokens, stored.lossy) == (340 // CHUNK * CHUNK, True)
-        alone = kvd_hf.load_prefix(client, model, ids)
+        alone = load(client, model, ids)
         assert (alone.tokens, alone.lossy) == (WHOLE, False), "this was computed"
-        whole = kvd_hf.load_prefix(client, model, longer)
+        whole = load(client, model, longer)
         assert (whole.tokens, whole.lossy) == (stored.tokens, True)
     restart(cold_daemon)
     with connect(cold_daemon, model, lossy=True) as client:
-        assert kvd_hf.load_prefix(client, model, longer).lossy
+        assert load(client, model, longer).lossy
 
 
 def test_what_is_not_worth_loading_is_not_loaded(cold_daemon: Any) -> None:
@@ -125,12 +135,12 @@ def test_what_is_not_worth_loading_is_not_loaded(cold_daemon: Any) -> None:
             run(client, model, each)
     restart(cold_daemon)
     with connect(cold_daemon, model) as client:
-        assert kvd_hf.load_prefix(client, model, other).tokens == WHOLE, "now the disk is known"
+        assert load(client, model, other).tokens == WHOLE, "now the disk is known"
         cache = kvd_hf.new_cache(model)
         fresh = prompt(seed=12)
         greedy(model, fresh, cache)
         kvd_hf.store_prefix(client, model, cache, fresh, seconds=1e-4)
-        prefix = kvd_hf.load_prefix(client, model, ids)
+        prefix = load(client, model, ids)
         assert (prefix.cache, prefix.tokens, prefix.found) == (None, 0, WHOLE)
         assert "computing this prompt is faster" in prefix.note
         answer, _, stored = run(client, model, ids)
@@ -149,7 +159,7 @@ def test_only_computed_tokens_are_reported(cold_daemon: Any) -> None:
         assert space(cold_daemon)["prefill_tokens_s"] == 0
         kvd_hf.store_prefix(client, model, cache, ids, seconds=3.0)
         assert space(cold_daemon)["prefill_tokens_s"] == 100
-        loaded = kvd_hf.load_prefix(client, model, ids)
+        loaded = load(client, model, ids)
         assert loaded.cache is not None
         greedy(model, ids, loaded.cache)
         kvd_hf.store_prefix(client, model, loaded.cache, ids, seconds=1.0)
@@ -164,11 +174,11 @@ def test_a_wait_that_is_too_short_is_a_miss(cold_daemon: Any) -> None:
         run(client, model, ids)
     restart(cold_daemon)
     with connect(cold_daemon, model) as client:
-        prefix = kvd_hf.load_prefix(client, model, ids, wait_s=0.0)
+        prefix = load(client, model, ids, wait_s=0.0)
         assert (prefix.cache, prefix.found) == (None, WHOLE)
         assert "(not within 0 s)" in prefix.note
-        deadline = time.monotonic() + 10
-        while not (prefix := kvd_hf.load_prefix(client, model, ids)).tokens:
+        deadline = time.monotonic() + 30
+        while not (prefix := load(client, model, ids)).tokens:
             assert time.monotonic() < deadline, prefix.note
             time.sleep(0.05)
         assert prefix.tokens == WHOLE
@@ -188,8 +198,8 @@ def test_a_daemon_without_room_for_a_session_is_a_miss(make_daemon: Any, tmp_pat
         _, prefix, stored = run(second, model, ids)
         assert (prefix.note, stored.note) == ("kvd does not answer", "kvd does not answer")
         first.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not run(second, model, ids)[2].tokens:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        assert kvd_hf.load_prefix(second, model, ids).tokens == WHOLE
+        assert load(second, model, ids).tokens == WHOLE

@@ -35,7 +35,7 @@ from tests.engines.hf_kit import (  # noqa: E402
     prompt,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 SIXTEEN: dict[str, Any] = {"max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0}
 EIGHT: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
@@ -283,7 +283,7 @@ def test_generate_goes_on_when_the_daemon_does_not(daemon: Any, how: int, step: 
         began = time.monotonic()
         output = model.generate(ids, **SIXTEEN, do_sample=False, logits_processor=[Kill(step, act)])
         assert output[0, PROMPT:].tolist() == plain
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         assert greedy(model, ids) == plain, "and the next one"
         assert (kvd.last.prefix.tokens, kvd.last.stored.tokens) == (0, 0)
         if how == signal.SIGKILL:
@@ -302,7 +302,7 @@ def test_generate_comes_back_to_kvd(daemon: Any) -> None:
         daemon.kill()
         assert greedy(model, ids) == plain
         daemon.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not kvd.last.prefix.tokens:
             assert greedy(model, ids) == plain
             assert time.monotonic() < deadline, kvd.last

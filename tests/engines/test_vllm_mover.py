@@ -47,7 +47,7 @@ class Rank:
 
     def wait(self) -> None:
         """Wait until nothing is under way."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while not self.mover.idle:
             assert time.monotonic() < until
             time.sleep(0.002)
@@ -62,7 +62,7 @@ class Rank:
 
     def ended(self) -> Any:
         """Wait until a load has ended."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while not (ended := self.mover.take()).loaded:
             assert time.monotonic() < until
             time.sleep(0.002)
@@ -121,7 +121,7 @@ def test_a_fence_ends_saves_of_its_blocks_and_no_others(
 
     def held(*arguments: Any) -> None:
         copying.set()
-        assert go.wait(10)
+        assert go.wait(30)
         copy(*arguments)
 
     monkeypatch.setattr(rank.copier, "copy", held)
@@ -129,13 +129,17 @@ def test_a_fence_ends_saves_of_its_blocks_and_no_others(
     for number in range(3):
         save = Save("r", b"", (CHAIN[number],), (blocks[number], blocks[number]))
         rank.mover.save(save)
-    assert copying.wait(10)
+    assert copying.wait(30)
     fence = threading.Thread(target=rank.mover.fence, args=([blocks[0][0], blocks[1][0]],))
     fence.start()
+    until = time.monotonic() + 30
+    while rank.mover._saving is None or not rank.mover._saving.cancelled:
+        assert time.monotonic() < until, "the fence does not begin"
+        time.sleep(0.002)
     fence.join(0.05)
     assert fence.is_alive(), "the fence did not wait for the copy"
     go.set()
-    fence.join(10)
+    fence.join(30)
     rank.memory[:, blocks[0]] = 0
     rank.wait()
     found = [rank.client.lookup([key]).chunks for key in CHAIN[:3]]
@@ -154,7 +158,7 @@ def test_a_load_that_cannot_be_done_ends_all_the_same(rank: Rank, daemon: Daemon
     rank.wait()
     daemon.kill()
     rank.mover.load(Load("b", bytes(range(16)), 0, blocks, wait=False))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     loaded: set[str] = set()
     while loaded != {"a", "b"}:
         ended = rank.mover.take()

@@ -79,7 +79,7 @@ def output(made: Any = None, scheduled: int = 0, computed: int = 0) -> Any:
 
 def answer(half: Scheduler, made: Any, computed: int = 0) -> tuple[int | None, bool]:
     """Ask as the engine does, step after step, until there is an answer."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while (found := half.matched(made, computed))[0] is None:
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -88,7 +88,7 @@ def answer(half: Scheduler, made: Any, computed: int = 0) -> tuple[int | None, b
 
 def ended(client: kvd_client.Client, token: bytes) -> bool:
     """Tell whether a lease ends: its release is on the way, in another session."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while lease := client.attach(token):
         lease.release()
         if time.monotonic() > until:
@@ -213,7 +213,7 @@ def test_a_stopped_daemon_delays_one_request_and_no_step(
         began = time.monotonic()
         assert half.matched(request("a", 4 * CHUNK), 0) == (None, False)
         assert answer(half, request("a", 4 * CHUNK)) == (0, False)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         assert half.matched(request("b", 4 * CHUNK), 0) == (0, False)
     finally:
         os.kill(daemon.pid, signal.SIGCONT)

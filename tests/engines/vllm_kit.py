@@ -90,8 +90,15 @@ def start_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
 
 def stats(daemon: DaemonProcess) -> dict[str, Any]:
-    """Read the daemon's statistics."""
-    return dict(statpage.read(stat_page_name(daemon.socket)).stats)
+    """Read the daemon's statistics, on a page that was written after this was called."""
+    called_s = time.monotonic()
+    while True:
+        asked_s = time.monotonic()
+        page = statpage.read(stat_page_name(daemon.socket))
+        if asked_s - page.age_s > called_s:
+            return dict(page.stats)
+        assert asked_s < called_s + 30, "the daemon does not write its page"
+        time.sleep(0.02)
 
 
 def settled(daemon: DaemonProcess, published: int = 0, seconds: float = 30.0) -> dict[str, Any]:

@@ -21,17 +21,18 @@ HANDLE = struct.Struct("<4sIIQ44x")
 
 
 class SharedDevice(FakeDevice):
-    """See the module. `pause` stops its streams."""
+    """See the module. `pause` stops its streams, `over` ends its thread."""
 
     def __init__(self, seed: int = 0, memory_bytes: int = 1 << 30) -> None:
         super().__init__(seed, memory_bytes)
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}
         self.opened: dict[int, mmap.mmap] = {}
         self.pause = threading.Event()
+        self.over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
 
     def _live(self) -> None:
-        while True:
+        while not self.over.is_set():
             if self.pause.is_set() or not self.advance():
                 time.sleep(0.0005)
 

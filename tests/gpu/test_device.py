@@ -31,7 +31,7 @@ def device() -> Device:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", gpu_check.CHECKS)
 def test_on_a_gpu(name: str, device: Device) -> None:
     """On a GPU, what comes back is what was stored, whatever dies meanwhile."""
@@ -52,14 +52,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> gpu_check.Place:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", gpu_check.CHECKS)
 def test_the_checks_run_on_the_fake(name: str, fake: gpu_check.Place) -> None:
     """Each check passes where nothing is wrong."""
     gpu_check.CHECKS[name](fake)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_check_sees_wrong_bytes(fake: gpu_check.Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that copies one byte wrongly fails the checks."""
     copy_in = SharedDevice.copy_in
@@ -77,7 +77,7 @@ def test_a_check_sees_wrong_bytes(fake: gpu_check.Place, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_the_bench_runs_on_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """All figures come out, whatever they are worth on a fake GPU."""
     monkeypatch.setattr(gpu, "ROUNDS", 1)
@@ -101,7 +101,7 @@ def test_the_bench_runs_on_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_the_first_token_bench_runs_on_the_fake() -> None:
     """A tiny model's next token is the same cold and warm, and every figure comes out."""
     pytest.importorskip("transformers", reason="transformers is not installed")

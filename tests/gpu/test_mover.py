@@ -337,8 +337,8 @@ def test_the_thread_ends_what_it_was_given() -> None:
     try:
         bench.mover.start()
         stores = [bench.transfer("gather", [2 * i, 2 * i + 1]) for i in range(10)]
-        assert all(store.wait(10.0) for store in stores)
-        assert bench.mover.close(10.0)
+        assert all(store.wait(45.0) for store in stores)
+        assert bench.mover.close(45.0)
     finally:
         stop.set()
         device.join()

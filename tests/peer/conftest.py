@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 OBJECT_BYTES = 1 << 20
 NAMES = ("a", "b", "c")
 _SEEDS = itertools.count(10, 10)
-PEER = {"hold_s": 5.0, "quarantine_bytes": 64 << 20}
+PEER = {"hold_s": 5.0, "quarantine_bytes": 64 << 20, "heartbeat_s": 1.0}
+"""A host that is slow for less than three seconds is not gone, and its counts go on."""
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +72,7 @@ def client() -> Iterator[Callable[..., kvd_client.Client]]:
     def make(host: Host, **options: object) -> kvd_client.Client:
         options.setdefault("namespace", namespace())
         options.setdefault("layout", small_layout(OBJECT_BYTES))
+        options.setdefault("timeout_s", 30.0)
         found = kvd_client.connect(host.socket, required=True, wait_s=30.0, **options)  # type: ignore[arg-type]
         made.append(found)
         return found
