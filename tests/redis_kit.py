@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,19 +39,24 @@ def binary(kind: str) -> str | None:
 
 
 def free_port() -> int:
-    """Return a port that nobody has; a cluster needs the one 10,000 higher as well."""
+    """Return a port that nobody has; a cluster needs the one 10,000 higher as well.
+
+    Both lie below those that Linux gives to connections by itself.
+    """
     for _ in range(100):
+        port = 10_000 + secrets.randbelow(12_000)
         with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            if port > 50_000:
-                port -= 20_000
             try:
+                one.bind(("127.0.0.1", port))
                 other.bind(("127.0.0.1", port + 10_000))
             except OSError:
                 continue
             return port
     raise RuntimeError("no port is free")
+
+
+class PortTaken(Exception):
+    """Somebody else was there first."""
 
 
 class Server:
@@ -77,19 +84,22 @@ class Server:
         return redis.Redis(port=self.port, protocol=2, socket_timeout=5)
 
     def start(self) -> Server:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it answers; raises PortTaken where another does."""
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         end = time.monotonic() + UP_S
         while True:
             try:
                 with self.client() as client:
-                    client.ping()
+                    found = client.info("server")["process_id"]
             except redis.RedisError:
-                assert self._process.poll() is None, (self._directory / "log").read_text()
+                if self._process.poll() is not None:
+                    raise PortTaken((self._directory / "log").read_text()) from None
                 assert time.monotonic() < end
                 time.sleep(0.02)
             else:
+                if found != self._process.pid:
+                    raise PortTaken(self.port)
                 return self
 
     def send(self, number: int) -> None:
@@ -134,9 +144,12 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     made: list[Server] = []
 
     def make(kind: str = "redis", *options: str) -> Server:
-        server = Server(kind, tmp_path, *options)
-        made.append(server)
-        return server.start()
+        for _ in range(5):
+            server = Server(kind, tmp_path, *options)
+            made.append(server)
+            with suppress(PortTaken):
+                return server.start()
+        pytest.fail(f"no {kind}-server starts, see its log in {tmp_path}")
 
     yield make
     for server in made:

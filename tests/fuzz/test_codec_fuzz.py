@@ -27,7 +27,7 @@ from kvd.codec.shape import ITEM_BYTES  # noqa: E402
 if TYPE_CHECKING:
     from kvd.codec import Form
 
-pytestmark = pytest.mark.timeout(120)  # the first use on a machine compiles
+pytestmark = pytest.mark.timeout(300)  # the first use on a machine compiles
 
 HEADER: Final = struct.Struct("<4sBBBBQIIII4Q")
 GUARD_BYTES: Final = 64

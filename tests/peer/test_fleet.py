@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Connect = Callable[..., kvd_client.Client]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CHUNKS = 16
 MANY = 160
 """Chunks of 1 MiB: enough that a transfer is under way when something happens to it."""

@@ -16,7 +16,7 @@ from tests.engines.hf_kit import MODELS, WHOLE, connect, greedy, prompt, run
 if TYPE_CHECKING:
     from bench._fleet import Fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

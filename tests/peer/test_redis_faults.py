@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_server"]
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 KINDS = pytest.mark.parametrize("kind", ["redis", "valkey"])
 
 

@@ -494,7 +494,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert (space.sessions if space else 0) == sessions
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_catalog() -> None:
     """Whatever sessions do, catalog and leases agree with the model; bytes stay what they are."""
     run_state_machine_as_test(CatalogMachine)

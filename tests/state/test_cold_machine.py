@@ -492,7 +492,7 @@ class ColdMachine(CatalogMachine):
         self.acquire_by(owner, member, path, 0, ttl, reading=bool(pick % 2))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_catalog_and_the_tier_below() -> None:
     """Whatever moves, fails or restarts in between, catalog and model agree."""
     run_state_machine_as_test(

@@ -265,7 +265,7 @@ class HostileConsumer(RuleBasedStateMachine):
         assert seen == b"\xa5" * len(seen)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("machine", [RingPair, HostileProducer, HostileConsumer])
 def test_ring(machine: type[RuleBasedStateMachine]) -> None:
     """The ends behave as a bounded deque; a hostile other end gets RingError and no more."""

@@ -21,7 +21,7 @@ from kvd import codec  # noqa: E402 - after the checks for what it needs
 from kvd.codec import CorruptFrame, ObjectShape  # noqa: E402
 from kvd.codec.shape import FP8_DTYPES, ITEM_BYTES  # noqa: E402
 
-pytestmark = pytest.mark.timeout(90)  # the first use on a machine compiles
+pytestmark = pytest.mark.timeout(180)  # the first use on a machine compiles
 
 PLANES, BLOCKS, HEADS, RUN = 4, 64, 3, 32
 VALUES: Final = PLANES * BLOCKS * HEADS * RUN

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from kvd.codec import ObjectShape, fp8  # noqa: E402 - after the checks for what it needs
 
-pytestmark = pytest.mark.timeout(90)  # the first use on a machine compiles
+pytestmark = pytest.mark.timeout(180)  # the first use on a machine compiles
 
 ITEM: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 INFINITE: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}

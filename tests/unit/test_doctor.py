@@ -165,7 +165,7 @@ def test_a_check_that_fails_or_hangs_is_told() -> None:
 
     tried = [Check("a", "host", "", breaks), Check("b", "host", "", hangs)]
     tried.append(Check("c", "host", "", lambda _: ok("fine")))
-    found = [each.finding for each in doctor.examine(Host(), tried, limit_s=0.3)]
+    found = [each.finding for each in doctor.examine(Host(), tried, limit_s=3)]
     over.set()
     assert "failed: ZeroDivisionError: of a kind" in found[0].text
     assert "no answer within" in found[-2].text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvd import __version__, doctor
+from kvd.doctor import engine
 from kvd.doctor.base import Host, Level
 from kvd.doctor.engine import judge_client, judge_hooks, judge_vllm
 
@@ -59,12 +60,13 @@ def test_each_lack_is_named(changes: dict[str, Any], level: Level, says: str) ->
 
 def examine(**options: object) -> list[tuple[Level, str]]:
     """Run the check."""
-    results = doctor.examine(Host(options=options), [doctor.checks()["engine"]])
+    results = doctor.examine(Host(options=options), [doctor.checks()["engine"]], 50)
     return [(result.finding.level, result.finding.text) for result in results]
 
 
-def test_a_real_interpreter_answers_for_itself() -> None:
+def test_a_real_interpreter_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one has kvd, and no vLLM."""
+    monkeypatch.setattr(engine, "PROBE_S", 45.0)
     found = examine(engine="vllm", python=sys.executable)
     assert (Level.FAIL, "vLLM is not installed there") in found
     assert (Level.OK, f"kvd {__version__}") in found

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd import config, doctor
+from kvd.doctor import gpu
 from kvd.doctor.base import Finding, Host, Level
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def finding(tmp_path: Path, name: str, table: str) -> Finding:
@@ -20,7 +21,7 @@ def finding(tmp_path: Path, name: str, table: str) -> Finding:
     file = tmp_path / "kvd.toml"
     file.write_text(f'socket = "{tmp_path}/s"\n[host]\nbytes = "64MiB"\n[gpu]\n{table}')
     host = Host(root=tmp_path, config=config.load(str(file), {}))
-    (result,) = doctor.examine(host, [doctor.checks()[name]])
+    (result,) = doctor.examine(host, [doctor.checks()[name]], 150)
     return result.finding
 
 
@@ -46,8 +47,11 @@ def test_a_tier_without_a_driver_is_said(tmp_path: Path) -> None:
     assert (found.level, found.text[:6]) == (Level.OK, "1 GPUs")
 
 
-def test_a_device_that_does_not_open_is_said(tmp_path: Path) -> None:
+def test_a_device_that_does_not_open_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The probe runs in its own process, and its reason is shown."""
+    monkeypatch.setattr(gpu, "PROBE_S", 120.0)
     found = finding(tmp_path, "gpu-tier", 'bytes = "1GiB"\ndevice = 63\n')
     assert found.level is Level.FAIL
     assert found.text.startswith("GPU 63: ")

@@ -7,26 +7,27 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd import config, doctor
+from kvd.doctor import peer
 from kvd.doctor.base import Finding, Host, Level
 from kvd.peer.nixl_agent import load
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
-def findings(tmp_path: Path, name: str, peer: str) -> list[Finding]:
+def findings(tmp_path: Path, name: str, table: str) -> list[Finding]:
     """Run a check on a host with a [peer] table."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef" * 2)
     file = tmp_path / "kvd.toml"
     file.write_text(
         f'socket = "{tmp_path}/s"\n[host]\nbytes = "64MiB"\n[peer]\nhost = "a"\n'
-        f'directory = "redis://127.0.0.1:1/0"\n{peer.replace("KEY", str(key))}'
+        f'directory = "redis://127.0.0.1:1/0"\n{table.replace("KEY", str(key))}'
     )
     host = Host(root=tmp_path, config=config.load(str(file), {}))
-    return [result.finding for result in doctor.examine(host, [doctor.checks()[name]])]
+    return [result.finding for result in doctor.examine(host, [doctor.checks()[name]], 150)]
 
 
 USED = 'address = "127.0.0.1:7600"\nshared = ["default"]\nkey_file = "KEY"\n'
@@ -40,12 +41,15 @@ def test_a_host_of_its_own_needs_nothing(tmp_path: Path, name: str) -> None:
     assert "not used" in found.text
 
 
-def test_it_names_the_transport_and_the_reason(tmp_path: Path) -> None:
+def test_it_names_the_transport_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real transfer through NIXL: its lane, that it was told so, its rate, its idle CPU."""
     try:
         load()
     except ImportError as error:
         pytest.skip(str(error))
+    monkeypatch.setattr(peer, "SELFTEST_S", 120.0)
     (found,) = findings(tmp_path, "ucx", USED)
     assert found.level is Level.OK, found
     assert 'tcp/lo, because transport = "tcp" and the device of address: lo' in found.text

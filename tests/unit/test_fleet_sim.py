@@ -16,7 +16,7 @@ from kvd.peer.redis_directory import RedisDirectory
 if TYPE_CHECKING:
     from kvd.trace import Trace
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 HOSTS = 4
 CHUNKS = 1000
 
