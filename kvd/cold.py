@@ -13,6 +13,7 @@ K4. A failed demotion leaves the chunk as it was (C6); a failed promotion is a m
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault, maybe_stall
 from kvd.forms import FORM_FRAME, DiskRates, Forms
+from kvd.pulse import TURN_S
 from kvd.restore import HINT_LOSSY, restore
 from kvd.tiers.disk import Corrupt, NoSpace, TierError, TierFailed
 from kvd.tiers.region import Bundle, Part, Ref
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from kvd.catalog import Catalog
     from kvd.config_nvme import NvmeKnobs
     from kvd.entry import Chunk, Slot, Space
+    from kvd.pulse import Pulse
     from kvd.tiers.host import HostTier
     from kvd.tiers.nvme import NvmeStore
     from kvd.tiers.transfer import Loaded
@@ -54,6 +57,10 @@ FULL_S = 2.0
 """After so long without room below, stores no longer wait for it."""
 UNREADABLE_S = 5.0
 """For how long nothing cold is offered after a read that the disk failed."""
+CODEC_S = 30.0
+"""Longest change of form of one object: they may have hundreds of MiB, and the host little CPU."""
+WARM_S = 300.0
+"""Longest time to compile the codec, which is some seconds."""
 RETRY_S = 1.0
 """Pause after a failure of the tier."""
 
@@ -81,7 +88,7 @@ class ColdTier:
         self._promotions: dict[Chunk, list[Done]] = {}
         self._stored: dict[Space, StoredSpace] = {}
         self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
-        self._unreadable_until_ns = self._full_since_ns = self.turned_ns = 0
+        self._unreadable_until_ns = self._full_since_ns = self.turned_ns = self._opened_ns = 0
         self._closing = self._reclaiming = self._flushing = False
         self._broken: list[tuple[bytes, bytes, int]] = []
         self._group: asyncio.TaskGroup | None = None
@@ -104,6 +111,7 @@ class ColdTier:
         opened = self.store.open()
         self.forms.begin_warm_up()  # while the trees are put up: the first promotion needs it
         maybe_fault("open.before_restore")
+        self._opened_ns = time.monotonic_ns()
         count, self._broken = restore(self._catalog, opened, self._space)
         maybe_fault("open.after_restore")
         self._catalog.cold_readable = True
@@ -165,6 +173,16 @@ class ColdTier:
         """Let time pass, whatever the mover waits for; call it some five times a second."""
         self.store.tick()
         self._look_at_health()
+
+    def beat(self, pulse: Pulse) -> None:
+        """Say when mover and threads last turned."""
+        if self.turned_ns:
+            pulse.beat("mover", self.turned_ns, TURN_S)
+            pulse.beat("codec pool", int(self.forms.workers.turned_s() * 1e9), CODEC_S)
+        else:  # it waits for the codec, which compiles
+            pulse.beat("mover", self._opened_ns, WARM_S)
+        for name, workers in self.store.workers.items():
+            pulse.beat(name, int(workers.turned_s() * 1e9), TURN_S)
 
     def _look_at_health(self) -> None:
         """Let the catalog rely on the tier as far as its state allows."""

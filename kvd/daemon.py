@@ -64,8 +64,6 @@ TICK_S = 0.2
 GIVE_UP_S = 40.0
 """What the store and the threads get to end after the last write, before the daemon just leaves."""
 EXIT_GAVE_UP = 4
-TURN_S = 5.0
-"""A task of the loop that has not turned for so long hangs: health is red, the watchdog unfed."""
 SLAB_S = 30.0
 """How long the next slab may take while the start waits for memory."""
 
@@ -418,18 +416,19 @@ class Daemon:
             self._admin.tick()
             if self.cold is not None:
                 self.cold.tick()
-                if self.cold.turned_ns:
-                    self.pulse.beat("mover", self.cold.turned_ns, TURN_S)
+                self.cold.beat(self.pulse)
+            if self.gpu is not None:
+                self.gpu.beat(self.pulse)
             if self.peers is not None:
                 self.peers.tick()
             self._publish(page)
             self._feed()
 
     def _feed(self) -> None:
-        """Tell systemd that the daemon lives, unless one of its tasks hangs."""
+        """Tell systemd that the daemon lives, unless a task or thread hangs or has died."""
         late = self.pulse.late(self.clock.now_ns())
         if late and late != self._was_late:
-            _LOG.error("a task hangs; the watchdog is no longer fed", tasks=",".join(late))
+            _LOG.error("hangs or has died; the watchdog is no longer fed", what=", ".join(late))
         self._was_late = late
         if not late:
             notify.watchdog()

@@ -23,8 +23,8 @@ from typing import Final
 
 VARIABLE: Final = "KVD_FAILPOINT"
 STALL_VARIABLE: Final = "KVD_STALL"
-STALLS: Final = ("loop.tick", "mover.turn")
-"""Points at which the loop, or one task of it, can be made to hang."""
+STALLS: Final = ("loop.tick", "mover.turn", "nvme.call", "index.turn", "codec.call", "gpu.turn")
+"""Points at which the loop, one task of it, or a thread can be made to hang."""
 _FOR_EVER_S: Final = 1e6
 
 POINTS: Final = (

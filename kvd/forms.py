@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd import codec
 from kvd.cost import Rate
+from kvd.failpoints import maybe_hang
 from kvd.tiers.disk import Corrupt
 from kvd.tiers.region import FORM_RAW, Part
+from kvd.tiers.threads import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ class Forms:
         self._threads = threads
         self._view_of = view_of
         self._take = take
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+        self.workers = Workers(threads, "codec")
         self._warming: Future[None] | None = None
         self._choosers: dict[tuple[Space, Form], codec.Chooser] = {}
         self._zstd: dict[Form, Rate] = {}
@@ -76,7 +77,7 @@ class Forms:
     def begin_warm_up(self) -> None:
         """Compile what is needed before it is, in a thread: 0.5 s, some more the first time."""
         if self._wanted != "raw" and not self.note:
-            self._warming = self._pool.submit(codec.warm_up)
+            self._warming = self.workers.submit(codec.warm_up)
 
     async def warmed_up(self) -> None:
         """Wait for what `begin_warm_up` began."""
@@ -85,7 +86,7 @@ class Forms:
 
     def close(self) -> None:
         """Wait for the threads."""
-        self._pool.shutdown(wait=True)
+        self.workers.shutdown(wait=True)
 
     def of(self, space: Space) -> Form:
         """Return the form to write for a namespace: a lossy one only where it allows it."""
@@ -119,7 +120,7 @@ class Forms:
             planes = chooser.next_planes(self._rates(used, disk))
             out = self._take(codec.frame_bytes_max(used, shape))
             encoded, spent_s = await loop.run_in_executor(
-                self._pool, _encode_one, used, shape, source, out, planes
+                self.workers, _encode_one, used, shape, source, out, planes
             )
             chooser.record(encoded)
             packed = sum(plane.raw_bytes for plane in encoded.planes if plane.tried)
@@ -151,7 +152,7 @@ class Forms:
         if item.form != FORM_FRAME:
             raise Corrupt("a form this release does not know")
         decoded, spent_s = await asyncio.get_running_loop().run_in_executor(
-            self._pool, _decode_one, item.stored, _shape(space.layout, slot.column), into
+            self.workers, _decode_one, item.stored, _shape(space.layout, slot.column), into
         )
         self._unzstd.setdefault(decoded.form, Rate()).observe(decoded.unzstd_bytes, spent_s)
 
@@ -159,6 +160,7 @@ class Forms:
 def _encode_one(
     form: Form, shape: codec.ObjectShape, source: memoryview, out: memoryview, planes: int
 ) -> tuple[codec.Encoded, float]:
+    maybe_hang("codec.call")
     started = time.perf_counter()
     encoded = codec.encode(form, shape, source, out, planes=planes)
     return encoded, time.perf_counter() - started

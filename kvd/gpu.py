@@ -23,6 +23,7 @@ from kvd import log
 from kvd.catalog import DAEMON, NEVER_NS
 from kvd.entry import SlotState
 from kvd.places import place_record, slots_of
+from kvd.pulse import TURN_S
 from kvd.tiers.gpu import Copy, GpuTier, Outcome
 from kvd.tiers.slab import SlabPool
 from kvd.twins import Twins
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvd.config_gpu import GpuKnobs
     from kvd.entry import Chunk, Slot
     from kvd.places import PlaceRecord
+    from kvd.pulse import Pulse
     from kvd.tiers.gpu import HostMemory
     from kvd.types import Generation, OwnerId, SlabId, Tenant
 
@@ -209,6 +211,10 @@ class GpuSide:
     def start(self) -> None:
         """Take the GPU into use, in the background."""
         self.tier.start()
+
+    def beat(self, pulse: Pulse) -> None:
+        """Say when the thread last turned."""
+        pulse.beat("gpu thread", int(self.tier.turned_s() * 1e9), TURN_S)
 
     def close(self) -> None:
         """End the copies and free the memory; before the host tier closes."""

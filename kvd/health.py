@@ -2,7 +2,8 @@
 
     ok        it serves, and every tier takes part
     degraded  it serves, but a tier is closed or slow, or the host gave less than was asked for
-    failing   it is gone, stopped, silent, or one of its tasks hangs: engines see misses
+    failing   it is gone, stopped, silent, or one of its tasks or threads hangs or has died: engines
+              see misses, or soon will
 
 The page is judged by somebody else than the daemon, so that a daemon which can no longer say
 anything is found to be failing as well. `SILENT_S` and the daemon's own limit for its tasks are
@@ -62,7 +63,7 @@ def _failing(
     elif age_s > SILENT_S:
         yield f"process {pid} has written nothing for {age_s:.0f} s: its loop is stuck or starved"
     for name in _texts(stats.get("late")):
-        yield f"its task {name} hangs"
+        yield f"its {name} hangs or has died"
 
 
 def _degraded(stats: dict[str, Any]) -> Iterator[str]:
@@ -81,6 +82,9 @@ def _degraded(stats: dict[str, Any]) -> Iterator[str]:
     gpu = stats.get("gpu")
     if isinstance(gpu, dict) and gpu.get("state") == "failed":
         yield f"GPU memory takes no part: {gpu.get('note')}"
+    peer = stats.get("peer")
+    if isinstance(peer, dict) and peer.get("source") == "down":
+        yield "other hosts get nothing: the source process is down; it is started anew"
     directory = stats.get("directory")
     if isinstance(directory, dict):
         state = directory.get("state")

@@ -1,16 +1,22 @@
-"""Which of the loop's own tasks still turn; what feeds the watchdog asks here first. Pure.
+"""Which tasks and threads of the daemon still turn; what feeds the watchdog asks here. Pure.
 
-A task that hangs in an `await` leaves the loop turning and everything looking well. So each task
-that has a queue of its own says so at every turn, and is late when it has not for its limit. What
-waits for a disk or another host is not in here: a restart would not make those faster, and their
-tiers close by themselves.
+A task that hangs in an `await`, or a thread that has died, leaves the loop turning and everything
+looking well. So for each that has a queue of its own it is told at every tick when it last turned,
+and it is late when that is longer ago than its limit. What waits for a disk or another host is not
+in here: a restart would not make those faster, and their tiers close by themselves. Processes of
+the daemon's own are not either: it kills and starts them anew itself.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
+TURN_S: Final = 5.0
+"""Who has not turned for so long hangs: health is red, the watchdog unfed."""
+
 
 class Pulse:
-    """The last turn of every task with a queue. The loop is the only caller."""
+    """The last turn of everything with a queue. The loop is the only caller."""
 
     def __init__(self) -> None:
         """Watch nothing yet."""
@@ -21,9 +27,9 @@ class Pulse:
         self._parts[name] = (now_ns, int(limit_s * 1e9))
 
     def forget(self, name: str) -> None:
-        """Stop watching a task that has ended as it should."""
+        """Stop watching what has ended as it should."""
         self._parts.pop(name, None)
 
     def late(self, now_ns: int) -> list[str]:
-        """Return the tasks that have not turned for their limit, in order of name."""
+        """Return what has not turned for its limit, in order of name."""
         return sorted(n for n, (turn, limit) in self._parts.items() if now_ns - turn > limit)

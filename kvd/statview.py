@@ -154,7 +154,7 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     elif snapshot.age_s > SILENT_S:
         yield "red", f"daemon does not answer: page is {age} old; process {pid} is alive"
     for name in list_of(snapshot.stats, "late"):
-        yield "red", f"daemon's task {clean(name)} hangs: systemd will start it anew"
+        yield "red", f"daemon's {clean(name)} hangs or has died: systemd will start it anew"
     for note in list_of(map_of(snapshot.stats, "host"), "notes"):
         yield "yellow", f"note: {clean(note)}"
     nvme = map_of(snapshot.stats, "nvme")

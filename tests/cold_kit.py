@@ -23,7 +23,7 @@ from kvd.tiers.recover import Report
 from kvd.tiers.region import FORM_RAW, Bundle, Part, Ref
 from kvd.tiers.region import Space as StoredSpace
 from kvd.tiers.slab import SlabPool
-from kvd.tiers.threads import Inflight
+from kvd.tiers.threads import Inflight, Workers
 from kvd.tiers.transfer import Loaded
 from kvd.types import Generation, OwnerId, SlabId, Tenant
 from kvd_client.identity import Group, Layout
@@ -96,6 +96,7 @@ class FakeStore:
         """Start empty and willing."""
         self.config = NvmeConfig(Path("nowhere"), 64 << 20, 4 << 20)
         self.reading, self.writing, self.buffers = Inflight(), Inflight(), Buffers()
+        self.workers: dict[str, Workers] = {}
         self.state = "open"
         self.writable = True
         self.free_regions = 9

@@ -13,6 +13,7 @@ from kvd.peer.asking import Requests
 from kvd.peer.control import Connection, Link, Me, Server
 from kvd.peer.devices import devices_of
 from kvd.peer.nixl_agent import missing
+from kvd.peer.process import START_S
 from kvd.peer.protocol import Knobs
 from kvd.peer.security import credentials
 from kvd.peer.serving import Serving
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from kvd.peer.source import Riser, Slabs
 
 _LOG = log.get("peers")
-START_S: Final = 60.0
-"""What the source gets to start, under a watchdog: the library has been known to hang."""
 EAGER_MAX: Final = 8
 """In a fleet of so many others, movers start with their links; in a larger one, when needed."""
 LISTED_MAX: Final = 64

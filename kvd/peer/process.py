@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LOG = log.get("mover")
 PACKET_BYTES_MAX: Final = 1 << 20
+START_S: Final = 60.0
+"""What a process gets to start: the library has been known to hang."""
 UNSENT_MAX: Final = 4096
 """Messages that may wait for a mover; one that falls so far behind is killed."""
 

@@ -61,6 +61,7 @@ class Serving:
 
     def tick(self) -> None:
         """Let time pass."""
+        self.source.tick()
         if self.holder.services:
             self._do(self.holder.tick(self._clock.now_ns()))
 

@@ -5,13 +5,14 @@ Carries out what `asker.py` says. A mover is a process of this peer alone; killi
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvd import log
 from kvd.peer.asker import Asker
 from kvd.peer.landing import Landings
-from kvd.peer.process import MoverProcess
+from kvd.peer.process import START_S, MoverProcess
 from kvd.peer.protocol import (
     AskerAction,
     Ended,
@@ -99,6 +100,7 @@ class Sink:
         self._agent_sent = 0
         self._todo: deque[AskerAction] = deque()
         self._busy = False
+        self._up_by_s = math.inf
 
     @property
     def mover_pid(self) -> int:
@@ -124,7 +126,11 @@ class Sink:
         self._do(self.asker.heard(self._now(), message))
 
     def tick(self) -> None:
-        """Let time pass."""
+        """Let time pass: what hangs at its start is killed, as is what hangs later (the fence)."""
+        if self._process is not None and self._world.loop.time() > self._up_by_s:
+            _LOG.warning("mover does not start; it is killed", host=self.host, pid=self.mover_pid)
+            self._up_by_s = math.inf
+            self._process.kill()
         if self.asker.fetches or self.asker.reads:
             self._do(self.asker.tick(self._now()))
 
@@ -202,6 +208,7 @@ class Sink:
             _LOG.limited("no mover", host=self.host, why=error.strerror)
             world.loop.call_soon(self._on_gone, life)
             return
+        self._up_by_s = world.loop.time() + START_S
         self._landings[life] = Landings(world.catalog, world.owner())
 
     def _on_gone(self, life: int) -> None:
@@ -213,6 +220,7 @@ class Sink:
         kind, *fields = message
         now_ns = self._now()
         if kind == "up":
+            self._up_by_s = math.inf
             self._do(self.asker.mover_up(now_ns, life))
         elif kind == "landed":
             self._do(self.asker.landed(now_ns, *fields))

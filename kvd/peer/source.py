@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvd import log
 from kvd.cost import Load
-from kvd.peer.process import MoverProcess
+from kvd.peer.process import START_S, MoverProcess
 from kvd.peer.protocol import Held
 from kvd.quota import Resource
 
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 _LOG = log.get("source")
 DIGESTS_MAX: Final = 1 << 16
+NO_TICKET: Final = 0
+"""Of a question that nobody asks for; the holder's tickets are above it."""
 RESTART_S: Final = 1.0
+PING_S: Final = 5.0
+"""Between two questions to a process that is asked nothing else."""
+HANG_S: Final = 10.0
+"""A process that has answered nothing for so long, though asked, is killed and started anew."""
 LIFE_SHIFT: Final = 32
 """Versions of the metadata: a life of the source in the high half, a count in the low."""
 
@@ -100,6 +106,8 @@ class Source:
         self._takings: dict[int, Taking] = {}
         self._digests: OrderedDict[int, bytes] = OrderedDict()
         self._closing = False
+        self._owed = 0
+        self._answer_by_s = self._ticked_s = 0.0
         self.version = 0
         self.metadata = b""
         self.up = False
@@ -110,6 +118,8 @@ class Source:
     def start(self) -> None:
         """Start the process; raises OSError."""
         self._life += 1
+        self._ticked_s = self._loop.time()
+        self._owed, self._answer_by_s = 1, self._ticked_s + START_S
         self._process = MoverProcess(
             self._loop,
             "source",
@@ -135,6 +145,27 @@ class Source:
             _LOG.warning("source ended; it is started again")
             self._loop.call_later(RESTART_S, self._restart)
 
+    def tick(self) -> None:
+        """Let time pass: kill a process that hangs; call it some five times a second."""
+        now_s = self._loop.time()
+        self._answer_by_s += max(0.0, now_s - self._ticked_s - 1.0)  # while this daemon stood still
+        self._ticked_s = now_s
+        if self._process is None:
+            return
+        if not self._owed and now_s > self._answer_by_s - HANG_S + PING_S:
+            self._process.send("sum", NO_TICKET, [])
+            self._asked()
+        elif self._owed and now_s > self._answer_by_s:
+            _LOG.warning("source hangs; it is killed", pid=self.pid, owed=self._owed)
+            self._owed = 0
+            self._process.kill()
+
+    def _asked(self) -> None:
+        """Note that an answer is owed."""
+        if not self._owed:
+            self._answer_by_s = self._loop.time() + HANG_S
+        self._owed += 1
+
     def _restart(self) -> None:
         if not self._closing:
             self.start()
@@ -147,6 +178,9 @@ class Source:
 
     def _on_message(self, message: list[Any]) -> None:
         kind, *fields = message
+        self._answer_by_s = self._loop.time() + HANG_S
+        if kind != "mapped":
+            self._owed -= 1
         if kind == "up":
             self.up = True
             if self.on_change is not None:
@@ -218,6 +252,7 @@ class Source:
         taking.asked = missing
         objects = [[s.slab, s.offset_bytes, s.size_bytes] for s in missing]
         process.send("sum", taking.ticket, objects)
+        self._asked()
 
     def _summed(self, ticket: int, digests: Sequence[bytes]) -> None:
         taking = self._takings.get(ticket)

@@ -28,6 +28,7 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from kvd.failpoints import maybe_hang
 from kvd.types import SlabId
 from kvd_client.cuda.device import SLAB_MULTIPLE_BYTES, Device, DeviceError
 from kvd_client.wire_gpu import GPU_SLABS
@@ -131,6 +132,7 @@ class GpuTier:
         self._running: deque[_Running] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._turned_s = 0.0
         self._thread = threading.Thread(target=self._run, name="gpu", daemon=True)
 
     @property
@@ -151,9 +153,22 @@ class GpuTier:
         """Return the IPC handle of a slab."""
         return self._handles.get(slab)
 
+    def turned_s(self) -> float:
+        """Return when the thread last turned, on the monotonic clock; 0 when it has died.
+
+        It does while it has nothing to do, and while the device is not yet or no longer in use.
+        """
+        if self._closing or self.state != "open":
+            return time.monotonic()
+        if not self._thread.is_alive():
+            return 0.0
+        return self._turned_s if self._queue or self._running else time.monotonic()
+
     def submit(self, copy: Copy) -> None:
         """Begin a copy behind those before it; a full queue or a failed device refuses it."""
         with self._wake:
+            if not self._queue and not self._running:
+                self._turned_s = time.monotonic()
             refused = self._closing or self.state != "open" or len(self._queue) >= COPIES_MAX
             if not refused:
                 self._queue.append(copy)
@@ -188,6 +203,7 @@ class GpuTier:
         for number in range(self.knobs.slab_count):
             if self._closing:
                 return
+            self._turned_s = time.monotonic()
             try:
                 address = device.alloc(size)
             except DeviceError as error:
@@ -217,6 +233,7 @@ class GpuTier:
                     waiting = deque()
                 if self._closing and not self._running and not waiting:
                     return
+            maybe_hang("gpu.turn")
             for copy in waiting:
                 copy.done(Outcome.REFUSED)
             self._begin(device)
@@ -226,6 +243,7 @@ class GpuTier:
 
     def _begin(self, device: Device) -> None:
         while len(self._running) < RUNNING_MAX:
+            self._turned_s = time.monotonic()
             with self._wake:
                 if not self._queue:
                     return

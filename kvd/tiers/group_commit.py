@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvd.failpoints import maybe_hang
 from kvd.tiers.index import Changes, Index, IndexBroken, IndexFailed, IndexFull
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class IndexThread:
         sync: Callable[[int], None],
         relieve: Callable[[], None],
         watch: Watch,
+        *,
+        turn: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over an open index.
 
@@ -82,9 +85,11 @@ class IndexThread:
             executor: Of one thread.
             sync: Makes a region durable; raises OSError.
             relieve: Frees what is kept for a full disk; called before deletes are tried again.
-            watch: Told of each sync and transaction.
+            watch: Told of each sync and transaction, and of other calls.
+            turn: Told of each turn over the jobs.
         """
         self._watch = watch
+        self._turn = turn
         self._index = index
         self._executor = executor
         self._sync = sync
@@ -117,7 +122,11 @@ class IndexThread:
 
     def call(self, function: Callable[[Index], T]) -> Future[T]:
         """Run something in the thread, with the index."""
-        return self._executor.submit(lambda: function(self._index))
+        return self._executor.submit(self._call, function)
+
+    def _call(self, function: Callable[[Index], T]) -> T:
+        with self._watch:
+            return function(self._index)
 
     def replace(self, index: Index) -> None:
         """Go on with another index; in the thread only."""
@@ -125,6 +134,8 @@ class IndexThread:
 
     def _drain(self) -> None:
         while True:
+            maybe_hang("index.turn")
+            self._turn()
             with self._guard:
                 batch, self._waiting = self._waiting[:BATCH_JOBS], self._waiting[BATCH_JOBS:]
                 if not batch:

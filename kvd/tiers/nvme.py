@@ -20,7 +20,6 @@ I/O runs in `nvme-N` threads, the index in `index-1`. What a failure does: `heal
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,7 +57,7 @@ from kvd.tiers.region import (
     plan_record,
 )
 from kvd.tiers.rows import KEY_BYTES, encode_row, planned_row
-from kvd.tiers.threads import Calls, Inflight, Watch, settled
+from kvd.tiers.threads import Calls, Inflight, Watch, Workers, settled
 from kvd.tiers.transfer import Loaded, Want, read_bundle, write_record
 from kvd.tiers.upkeep import Upkeep
 
@@ -126,11 +125,15 @@ class NvmeStore:
         self._loop = loop
         self._disk: Disk = disk or RealDisk()
         self._place = place or LmdbPlace(self._disk, config.directory, config.map_bytes)
-        self._pool, self._index_pool = pools or (
-            ThreadPoolExecutor(config.threads, thread_name_prefix="nvme"),
-            ThreadPoolExecutor(1, thread_name_prefix="index"),
-        )
-        self._watch = Watch()
+        self._watch, self._index_watch = Watch(), Watch()
+        self.workers = {
+            "nvme pool": Workers(config.threads, "nvme", self._watch),
+            "index thread": Workers(1, "index", self._index_watch),
+        }
+        """Threads, by what health calls them; they start with their first call."""
+        self._pool: Executor
+        self._index_pool: Executor
+        self._pool, self._index_pool = pools or self.workers.values()
         self.hangs = False
         """Calls had not returned when `close` did."""
         self._calls = Calls(loop, self._pool, self._watch)
@@ -162,7 +165,12 @@ class NvmeStore:
         self._direct = found.report.direct
         self.extents: Extents = found.extents
         self._index = IndexThread(
-            found.index, self._index_pool, self._sync, self._relieve, self._watch
+            found.index,
+            self._index_pool,
+            self._sync,
+            self._relieve,
+            self._index_watch,
+            turn=self.workers["index thread"].turn,
         )
         self._ledger = Ledger(
             self._loop,
@@ -181,7 +189,7 @@ class NvmeStore:
             health=self.health,
             calls=self._calls,
             index=self._index,
-            watch=self._watch,
+            watches=(self._watch, self._index_watch),
         )
         self.health.begin()
         _LOG.info("nvme open", how=found.report.how, entries=found.report.entries)

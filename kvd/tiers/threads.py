@@ -12,15 +12,19 @@ import asyncio
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import aiofiles.os  # type: ignore[import-untyped]
+
+from kvd.failpoints import maybe_hang
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor, Future
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -88,6 +92,64 @@ class Watch:
         return time.monotonic() - min(self._since.copy().values(), default=time.monotonic())
 
 
+class Workers(ThreadPoolExecutor):
+    """Threads of one name that show whether they still turn.
+
+    They do while a call ends now and then, or none is to be done. A call that waits for a disk
+    counts as well (`watch`): that the disk hangs is for `health.py` to say, and a new start would
+    not mend it. What is left is a thread that has died, or hangs in what is ours.
+    """
+
+    def __init__(self, threads: int, name: str, watch: Watch | None = None) -> None:
+        """Start none yet."""
+        super().__init__(threads, thread_name_prefix=name, initializer=self._begin)
+        self._watch = watch
+        self._seen: list[threading.Thread] = []
+        self._guard = threading.Lock()
+        self._given = 0
+        self._turned_s = 0.0
+        self._over = False
+
+    def _begin(self) -> None:
+        self._seen.append(threading.current_thread())
+
+    def submit(self, call: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        """Give them a call; any thread."""
+        with self._guard:
+            if not self._given:
+                self.turn()
+            self._given += 1
+        try:
+            future = super().submit(call, *arguments, **named)
+        except RuntimeError:
+            self._end(None)
+            raise
+        future.add_done_callback(self._end)
+        return future
+
+    def _end(self, _: object) -> None:
+        with self._guard:
+            self._given -= 1
+            self.turn()
+
+    def turn(self) -> None:
+        """Note that a long call gets on; any thread."""
+        self._turned_s = time.monotonic()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the library's
+        """End them; from then on they may die."""
+        self._over = True
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def turned_s(self) -> float:
+        """Return when they last turned, on the monotonic clock; 0 when one of them has died."""
+        if not self._over and not all(thread.is_alive() for thread in self._seen):
+            return 0.0
+        if not self._given or (self._watch is not None and self._watch.oldest_s() > 0):
+            self.turn()
+        return self._turned_s
+
+
 class Inflight:
     """How many calls are under way, and how fast they move bytes.
 
@@ -144,6 +206,7 @@ class Calls:
         self._watch = watch
 
     def _watched(self, function: Callable[..., T], *arguments: object) -> T:
+        maybe_hang("nvme.call")
         with self._watch:
             return function(*arguments)
 

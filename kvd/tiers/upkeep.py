@@ -13,6 +13,7 @@ from kvd.tiers import recover, storefiles
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -39,7 +40,7 @@ class Upkeep:
         health: Health,
         calls: Calls,
         index: IndexThread,
-        watch: Watch,
+        watches: Sequence[Watch],
     ) -> None:
         """Keep what mending needs; everything belongs to the store."""
         self._loop = loop
@@ -53,11 +54,11 @@ class Upkeep:
         self._health = health
         self._calls = calls
         self._index = index
-        self._watch = watch
+        self._watches = watches
 
     def tick(self, now: float) -> None:
         """Let time pass: stalls, probes."""
-        if self._health.turn(now, self._watch.oldest_s()):
+        if self._health.turn(now, max(watch.oldest_s() for watch in self._watches)):
             self._calls.submit(self._probe, self._probed)
 
     def _probe(self) -> None:

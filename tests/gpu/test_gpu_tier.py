@@ -81,9 +81,8 @@ class Engine:
         self.client.close()
 
 
-@pytest.fixture
-def gpu_daemon(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> DaemonProcess:
-    """Run a daemon with a GPU tier of 16 MiB on the fake GPU."""
+def with_gpu(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> DaemonProcess:
+    """Start a daemon with a GPU tier of 16 MiB on the fake GPU."""
     config = tmp_path / "kvd.toml"
     config.write_text('[gpu]\nbytes = "16MiB"\nslab_bytes = "4MiB"\n')
     daemon = make_daemon(host_bytes=256 << 20, arguments=["--config", str(config)])
@@ -91,6 +90,12 @@ def gpu_daemon(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> Dae
     daemon.start()
     until(lambda: gpu(daemon)["ready_bytes"] == 16 << 20)
     return daemon
+
+
+@pytest.fixture
+def gpu_daemon(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> DaemonProcess:
+    """Run a daemon with a GPU tier."""
+    return with_gpu(make_daemon, tmp_path)
 
 
 @pytest.fixture
@@ -400,4 +405,25 @@ def test_a_gpu_that_fails_closes_the_tier_and_no_more(
     until(lambda: engine.client.lookup(hashes).chunks == 2)
     assert engine.kv.load(engine.client.acquire(hashes), list(range(40, 48))).wait(30)
     assert np.array_equal(engine.content(list(range(40, 48))), engine.content(list(range(8))))
+    engine.close()
+
+
+def test_a_hanging_thread_is_seen(
+    make_daemon: Callable[..., DaemonProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that hangs with a copy to be made, in the driver for instance, turns health red."""
+    monkeypatch.setenv("KVD_STALL", "gpu.turn")
+    daemon = with_gpu(make_daemon, tmp_path)
+    monkeypatch.delenv("KVD_STALL")
+
+    def late() -> list[str]:
+        found: list[str] = statpage.read(stat_page_name(daemon.socket)).stats["late"]
+        return found
+
+    engine = Engine(daemon.socket, 1)
+    hashes = engine.client.chunk_hashes(tokens_of(1))
+    assert engine.kv.store(engine.client.reserve(hashes), list(range(4))).wait(10)
+    assert late() == []
+    until(lambda: late() == ["gpu thread"])
+    daemon.kill()
     engine.close()

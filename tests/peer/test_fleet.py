@@ -308,7 +308,10 @@ def summed(fleet: Fleet, client: Connect, seed: int, chunks: int = CHUNKS) -> li
 
 
 def test_a_source_that_hangs_is_fenced(fleet: Fleet, client: Connect, seed: int) -> None:
-    """Only the holder's source hangs: reads are quarantined, the mover killed, slots freed."""
+    """Only the holder's source hangs: reads are quarantined, the mover killed, slots freed.
+
+    The holder notices as well, kills its source and starts another.
+    """
     host = fleet.hosts["b"]
     hashes = summed(fleet, client, seed, MANY)
     source = page(fleet.hosts["a"])["peer"]["source_pid"]
@@ -316,14 +319,17 @@ def test_a_source_that_hangs_is_fenced(fleet: Fleet, client: Connect, seed: int)
     b = client(host)
     known(b, hashes, MANY)
     os.kill(source, signal.SIGSTOP)
-    try:
-        assert Loading(b, hashes).result() < MANY
-        wait_for(lambda: count(host, "a", "fenced"), "fence", SOON_S)
-        assert count(host, "a", "quarantined") > 0
-        at_rest(host)
-        wait_for(lambda: count(host, "a", "mover_pid") != before, "another mover", SOON_S)
-    finally:
-        os.kill(source, signal.SIGCONT)
+    assert Loading(b, hashes).result() < MANY
+    wait_for(lambda: count(host, "a", "fenced"), "fence", SOON_S)
+    assert count(host, "a", "quarantined") > 0
+    at_rest(host)
+    wait_for(lambda: count(host, "a", "mover_pid") != before, "another mover", SOON_S)
+
+    def another() -> bool:
+        peer = fleet.hosts["a"].stat()["peer"]
+        return bool(peer["source"] == "up" and peer["source_pid"] != source)
+
+    wait_for(another, "another source", 60)
     wait_for(lambda: load(b, hashes) == MANY, "it works again", 60)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvd_client
-from kvd import activation, statpage
+from kvd import activation, health, statpage
 from kvd.errors import StartError
 from kvd.ipc.listener import Listener
 from kvd_client.paths import stat_page_name
@@ -104,23 +104,42 @@ def stat_code(daemon: DaemonProcess) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "case", [("loop.tick:5", "does not answer"), ("mover.turn:5", "mover hangs")]
+    "case",
+    [
+        ("loop.tick:5", "does not answer"),
+        ("mover.turn:5", "mover hangs"),
+        ("nvme.call", "nvme pool hangs"),
+        ("index.turn", "index thread hangs"),
+    ],
 )
-def test_a_hanging_loop_or_task_is_seen(
+def test_a_hanging_loop_task_or_thread_is_seen(
     make_daemon: Callable[..., DaemonProcess],
     notified: Notified,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     case: tuple[str, str],
 ) -> None:
-    """When the loop, or only its mover, hangs, `kvd stat` says so and systemd hears nothing."""
+    """When the loop, its mover or a thread hangs, `kvd stat` says so and systemd hears nothing.
+
+    The threads have nothing to do, and so nothing to hang in, before something is stored.
+    """
     point, sign = case
     monkeypatch.setenv("KVD_STALL", point)
     config = tmp_path / "kvd.toml"
     config.write_text('[nvme]\nbytes = "1GiB"\nform = "raw"\n')
     daemon = make_daemon(arguments=["--config", str(config)])
     daemon.start(until="ready")
+    if point in {"nvme.call", "index.turn"}:
+        with kvd_client.connect(
+            daemon.socket, namespace=namespace(), layout=small_layout(), required=True, wait_s=5.0
+        ) as client:
+            assert store(client, client.chunk_hashes(tokens(2))) == 2
     until(lambda: sign in (seen := stat_code(daemon))[1] and seen[0] == 3, "kvd stat is blind")
+    snapshot = statpage.read(stat_page_name(daemon.socket))
+    verdict = health.judge(
+        snapshot.stats, age_s=snapshot.age_s, pid=snapshot.pid, alive=snapshot.alive
+    )
+    assert verdict.level == "failing"
     notified.drain()
     time.sleep(0.6)
     assert notified.drain() == 0, "the watchdog is fed all the same"

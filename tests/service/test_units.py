@@ -133,8 +133,9 @@ def test_the_files_agree_with_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     assert toml["state_dir"] == f"/var/lib/{unit['StateDirectory']}"
     assert int(sock["SocketMode"], 8) == toml["socket_mode"]
     assert f"u {unit['User']} " in (ROOT / "systemd/kvd.sysusers").read_text()
-    from kvd.daemon import GIVE_UP_S, TICK_S, TURN_S
+    from kvd.daemon import GIVE_UP_S, TICK_S
     from kvd.health import SILENT_S
+    from kvd.pulse import TURN_S
 
     monkeypatch.delenv("KVD_CONFIG", raising=False)
     loaded = config.load(str(ROOT / "systemd/kvd.toml"), {"host.bytes": "64MiB"})

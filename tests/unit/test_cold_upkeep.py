@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from kvd import cold as cold_module
+from kvd.pulse import TURN_S, Pulse
 from kvd.tiers.disk import Corrupt, NoSpace, TierFailed
 from kvd.tiers.region import Bundle
 from tests.cold_kit import (
@@ -24,9 +27,6 @@ from tests.cold_kit import (
     turns,
     until,
 )
-
-if TYPE_CHECKING:
-    import pytest
 
 # ---------------------------------------------------------------------------------- reclaim
 
@@ -304,3 +304,24 @@ def test_a_restart_leaves_out_whom_it_does_not_know() -> None:
         assert set(second.store.index) == {(key, name) for name in NAMES}
 
     asyncio.run(main())
+
+
+def test_a_mover_or_codec_that_hangs_is_late() -> None:
+    """Each after its own limit; the mover has longer while the codec compiles."""
+    pulse, hold = Pulse(), threading.Event()
+
+    async def scene(world: World) -> None:
+        world.cold.forms.workers.submit(hold.wait)
+        begun_ns = time.monotonic_ns()
+        world.cold.beat(pulse)
+        assert pulse.late(begun_ns) == []
+        assert pulse.late(begun_ns + int((TURN_S + 2) * 1e9)) == ["mover"]
+        assert "codec pool" in pulse.late(begun_ns + int((cold_module.CODEC_S + 2) * 1e9))
+        hold.set()
+
+    waits = World()
+    waits.cold.beat(pulse)
+    now_ns = time.monotonic_ns()
+    assert pulse.late(now_ns + int((cold_module.WARM_S - 5) * 1e9)) == []
+    assert pulse.late(now_ns + int((cold_module.WARM_S + 1) * 1e9)) == ["mover"]
+    play(scene)

@@ -36,6 +36,8 @@ def level(change: dict[str, Any], **found: Any) -> str:
         ({"gpu": {"state": "starting"}, "directory": {"state": "open"}}, {}, "ok"),
         ({"gpu": {"state": "failed", "note": "no device"}}, {}, "degraded"),
         ({"directory": {"state": "shut: refused"}}, {}, "degraded"),
+        ({"peer": {"source": "down"}}, {}, "degraded"),
+        ({"peer": {"source": "up"}}, {}, "ok"),
         ({"late": ["mover"]}, {}, "failing"),
         ({}, {"alive": False}, "failing"),
         ({}, {"stopped": True}, "failing"),
