@@ -246,7 +246,7 @@ def test_the_gate_says_what_is_worth_loading(
     daemon.stop()
     daemon.start()
     client = connect_to(daemon)
-    wait_for(daemon, lambda s: s["spaces"][0]["prefill_tokens_s"] > 1_000, 5)
+    wait_for(daemon, lambda s: s["spaces"][0]["prefill_tokens_s"] > 1_000)
 
 
 def test_a_stopped_reader_does_not_hold_up_the_mover(
