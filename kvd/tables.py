@@ -23,7 +23,7 @@ def cut(cell: str, chars: int = CELL_CHARS_MAX) -> str:
 
 def is_amount(cell: str) -> bool:
     """Tell a number, perhaps with a unit, from a text."""
-    return cell == "-" or (cell[:1].isdigit() and cell.count(" ") <= 1)
+    return cell in {"", "-"} or (cell[:1].isdigit() and cell.count(" ") <= 1)
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from kvd.tables import clean, folded
 from kvd_client.errors import KvdError
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ exit codes:
 """
 _COLOURS: Final = {"ok": "32", "warn": "33", "fail": "31"}
 _NAME_CHARS: Final = 14
+_INDENT: Final = 8 + _NAME_CHARS
+_COLUMNS: Final = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,14 +118,12 @@ def _show(result: Result, so_far: Sequence[Result]) -> None:
     if before is None or before.group != check.group:
         sys.stdout.write(f"{check.group}\n")
     name = check.name if before is not check else ""
-    sys.stdout.write(f"  {mark}  {name:<{_NAME_CHARS}}{_clean(text)}\n")
+    first, *more = folded(clean(text), _COLUMNS - _INDENT)
+    sys.stdout.write(f"  {mark}  {name:<{_NAME_CHARS}}{first}\n")
+    sys.stdout.writelines(f"{'':<{_INDENT}}{line}\n" for line in more)
     if mend:
         sys.stdout.write(f"        {'':<{_NAME_CHARS}}mend: {mend}\n")
     sys.stdout.flush()
-
-
-def _clean(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _show_list(chosen: Iterable[Check], *, as_json: bool) -> None:

@@ -315,22 +315,22 @@ def _model_line(shape: Shape, chunk: int) -> str:
 def _load_lines(found: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
     from kvd.tables import aligned
 
-    names = [(name, ahead) for name in found["loads"][0]["load_ms"] for ahead in options.queue]
-    head = ["PREFIX", "KV", "COMPUTE", "EVEN AT"]
-    head += [f"{name.upper()}{f' +{ahead}' if ahead else ''}" for name, ahead in names]
-    rows = [
-        [
+    head = ["PREFIX", "KV", "COMPUTE", "EVEN AT", "FROM"]
+    head += [f"{ahead} AHEAD" if ahead else "ALONE" for ahead in options.queue]
+    rows = []
+    for row in found["loads"]:
+        first = [
             f"{row['tokens']:,}",
             about(row["bytes"]),
             _time(row["compute_ms"]),
             f"{row['needed_bytes_s'] / 1e9:.2f} GB/s",
-            *(_time(row["load_ms"][name][str(ahead)]) for name, ahead in names),
         ]
-        for row in found["loads"]
-    ]
+        for name, times in row["load_ms"].items():
+            rows.append([*first, name, *(_time(times[str(ahead)]) for ahead in options.queue)])
+            first = ["", "", "", ""]
     yield ""
     yield from aligned([head, *rows])
-    yield "(+N: behind N equal loads)"
+    yield "EVEN AT: what loads faster wins over computing. N AHEAD: behind N equal loads"
     for answer in found["break_even"]:
         behind = f" behind {answer['ahead']} loads" if answer["ahead"] else ""
         if answer["tokens"] is None:
@@ -364,14 +364,15 @@ def _chunk_lines(rows: list[dict[str, Any]], tokens: int) -> Iterator[str]:
         for row in rows
     ]
     yield from aligned([head, *cells])
-    yield f"(for a prefix of {tokens:,} tokens; lost: computed again, on average)"
+    yield f"for a prefix of {tokens:,} tokens; LOST TOKENS are computed again, on average"
 
 
 def _capacity_lines(held: Budget, options: argparse.Namespace) -> Iterator[str]:
     from kvd.tables import aligned
 
     yield ""
-    names = ("payload", "metadata", "staging", "quarantine", f"{options.lost} lost hosts")
+    lost = f"{options.lost} lost host{'s' * (options.lost != 1)}"
+    names = ("payload", "metadata", "staging", "quarantine", lost)
     rows = [[name, about(part)] for name, part in zip(names, held, strict=False)]
     rows += [["needed", about(held.needed_bytes)], ["there is", about(held.usable_bytes)]]
     yield from aligned([["CAPACITY", "BYTES"], *rows])
