@@ -250,7 +250,7 @@ def loaded_by(statement: str) -> set[str]:
         check=True,
         capture_output=True,
         text=True,
-        timeout=15,
+        timeout=60,
         cwd="/",  # so that only what is installed is found
     )
     return set(done.stdout.split())
