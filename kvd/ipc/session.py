@@ -203,6 +203,8 @@ class Session:
         except OSError as error:
             text = f"no memory or descriptors for a session: {error.strerror}"
             raise RefusedSession(Refusal.TOO_MANY, text) from error
+        if self.closed:
+            return  # it left before its welcome
         self._host.loop.add_reader(self._bell, self._on_bell)
         _LOG.often("session open", id=self.owner, tenant=self.tenant, pid=self.pid, name=self.name)
 

@@ -80,6 +80,7 @@ def connect_to() -> Iterator[Callable[..., kvd_client.Client]]:
         client.close()
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("form", ["raw", "lossless", "fp8"])
 def test_what_left_host_memory_comes_back_exactly(
     cold_daemon: Callable[..., DaemonProcess],

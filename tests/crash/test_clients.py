@@ -205,6 +205,23 @@ def hear_the_end(connection: Connection) -> None:
         list(connection.receive())
 
 
+def test_clients_that_leave_before_their_welcome(daemon: DaemonProcess, connect: Connect) -> None:
+    """A greeting whose sender is gone already, engine or admin, ends that session only."""
+    neighbour = connect()
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for greeting in (hello(), wire.AdminHello(wire.PROTOCOL, "")) * 3:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as leaver:
+                leaver.connect(daemon.socket)
+                leaver.send(wire.encode(greeting))
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    assert neighbour.ping()
+    wait_for(daemon, lambda s: s["session_count"] == 1)
+    assert connect().ping()
+    assert daemon.process.poll() is None
+
+
 def scribble_garbage(connection: Connection) -> None:
     """A frame with a right checksum and a body that is no message."""
     connection.send(b"\xc1 not msgpack")
