@@ -267,6 +267,14 @@ class Fleet:
         self._join(host.space, host.link, host.ip)
         return host
 
+    def drop(self, host: Host) -> None:
+        """Take a host out again, with all that it left."""
+        host.kill()
+        self._ip("netns", "del", host.space)
+        self._spaces.remove(host.space)
+        shutil.rmtree(host.directory)
+        del self.hosts[host.name]
+
     def start(self, names: Sequence[str], **options: Any) -> list[Host]:  # noqa: ANN401
         """Make hosts, start their daemons, wait until each has a link to each other."""
         hosts = [self.host(name, **options) for name in names]

@@ -19,6 +19,9 @@ from kvd.changes import tiers_of
 from kvd.config_peer import PeerKnobs
 from kvd.metrics import Counters
 from kvd.peer.directory import HOLDERS_ASKED
+from kvd.peer.landing import Landings
+from kvd.peer.membership import adds_safety
+from kvd.peer.messages import Piece
 from kvd.peer.redis_calls import Unreachable
 from kvd.peer.redis_directory import RedisDirectory
 from kvd.quota import Quota, Resource
@@ -177,6 +180,7 @@ class Host:
         quota = Quota({TENANT: dict.fromkeys(Resource, 1 << 60)})
         self.catalog = Catalog(pool, quota, Counters(), self.policy)
         self.space = self.catalog.enter(TENANT, NAMESPACE, "", LAYOUT)
+        self.landings = Landings(self.catalog, OwnerId(-1))
         self.epoch += 1
         if self.server is not None:
             knobs = PeerKnobs(host=self.name, domain=self.name, heartbeat_s=HEARTBEAT_S)
@@ -206,6 +210,15 @@ class Host:
         generations = [Generation(record[-1]) for record in records if record[-1]]
         self.catalog.publish_all(ME, generations, 0)
 
+    def land(self, hashes: list[bytes], at: int, *, spare: bool) -> bool:
+        """Take in a chunk of another host; False where there is no room."""
+        parent = hashes[at - 1] if at else NAMESPACE
+        piece = Piece(0, 0, PAGE, 1, 0, b"")
+        if self.landings.take(0, self.space, parent, hashes[at], [piece], spare=spare) is None:
+            return False
+        self.landings.publish(0, 0)
+        return True
+
 
 class Fleet:
     """Hosts, their server, and a trace that runs over them."""
@@ -218,6 +231,7 @@ class Fleet:
         self.hosts = [Host(f"h{n}", chunks, policy, server) for n in range(hosts)]
         self.samples: list[Sample] = []
         self.wrong = 0
+        self.sparing = True
         self._due: list[tuple[int, int]] = []
         self._chance = random.Random(2)
 
@@ -286,9 +300,12 @@ class Fleet:
                     self.wrong += 1
                     host.directory.wrong(host.space, chain, index, one)
                     break
+                spare = self.sparing and not adds_safety(host.directory.me, holders)
+                if not host.land(chain, index, spare=spare):
+                    break
                 got += 1
-        catalog.eviction.touched(host.space, chain)
-        host.keep(chain, here)
+        catalog.unpin(catalog.hold(host.space, chain, 0))
+        host.keep(chain, got)
         self.samples.append(Sample(at_s, len(chain), here, got - here))
 
     def hit_ratio(self, since_s: float = 0, until_s: float = 1e9) -> float:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from kvd.audit import check_catalog
 from kvd.changes import HOST, NVME, Changes
-from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space
-from kvd.eviction import Eviction
+from kvd.entry import Chunk, Slot, SlotEvent, SlotState, Space, columns_of
+from kvd.eviction import Eviction, keep
 from kvd.filling import Fillings
 from kvd.identity import rules_of
 from kvd.places import PlaceRecord, place_record
-from kvd.prefix import usable_chunks
+from kvd.prefix import pinnable, usable_chunks
 from kvd.quota import Quota, Resource
 from kvd.trees import plant
 from kvd.types import OwnerId
@@ -113,7 +113,7 @@ class Catalog:
         left = self.quota.left(space.tenant, Resource.PINNED_BYTES)
         while sum([chunk.weight_bytes for chunk in held if not chunk.pins]) > left:
             self.counters.acquires_over_quota += 1
-            chain = chain[: first + _fitting(held, left)]
+            chain = chain[: first + pinnable(held, left)]
             usable = self.usable(space, chain)
             held = held[: max(0, usable - first)]
         self.pin(held)
@@ -126,11 +126,12 @@ class Catalog:
             if not chunk.pins:
                 chunk.pinned_bytes = chunk.weight_bytes
                 charge += chunk.pinned_bytes
+                chunk.spare = max(0, chunk.spare - 1)
             chunk.pins += 1
             chunk.cold_used = True
             self._touch(chunk)
             if chunk.unwanted or chunk.dirty_bytes:  # wanted after all; in order by its new tick
-                chunk.unwanted = False
+                chunk.unwanted = chunk.spare > 0
                 self._settle(chunk, chunk.warm)
         if charge:
             charged = self.quota.charge(chunks[0].space.tenant, Resource.PINNED_BYTES, charge)
@@ -236,7 +237,7 @@ class Catalog:
             else:
                 records += [place_record(index, group, None, refusal) for group, _ in columns]
         refused = sum(record[2] == refusal for record in records) if refusal else 0
-        self.counters.reserves_refused += refused
+        self.counters.reserves_refused += refused if owner > DAEMON else 0
         return records
 
     def _graft(self, space: Space, key: bytes, above: Chunk | None) -> Chunk:
@@ -380,7 +381,8 @@ class Catalog:
         assert not chunk.pins  # C2
         assert not chunk.filling  # C2
         assert not chunk.moves  # C2
-        why = "clean" if chunk.clean else "unwanted" if chunk.unwanted else "capacity"
+        dropped = "spare" if chunk.spare else "unwanted" if chunk.unwanted else "capacity"
+        why = "clean" if chunk.clean else dropped
         self.counters.count_eviction(reason or why, len(chunk.slots), chunk.size_bytes)
         was_warm, was_whole = chunk.warm, chunk.mask == chunk.space.full_mask
         for column, slot in list(chunk.slots.items()):
@@ -389,7 +391,7 @@ class Catalog:
             self.pool.give_back(slot)
             chunk.take(column)
         chunk.mask = chunk.lossy_mask = chunk.size_bytes = 0
-        chunk.unwanted = False  # that was about the copy that goes
+        chunk.unwanted, chunk.spare = False, 0  # that was about the copy that goes
         if was_whole and self.changes.heard:
             self.changes.removed(chunk, HOST, reason or why)
         self._settle(chunk, was_warm)
@@ -415,6 +417,8 @@ class Catalog:
         chunk.cold_used = False
         self._tell_cold(chunk, "replaced", was_whole=was_whole)
         self._settle(chunk, chunk.warm)
+        if chunk.parent is not None and keep(chunk.parent):  # of no use without it after a restart
+            self._settle(chunk.parent, chunk.parent.warm)
 
     def reject(self, chunk: Chunk) -> None:
         """Note that a chunk is not to be written down: it goes like a clean one."""
@@ -440,7 +444,7 @@ class Catalog:
         """Reserve host slots for what only the cold copy has; None when there is no room."""
         slots: list[Slot] = []
         chunk.moves += 1
-        for column in _bits(chunk.cold_mask & ~chunk.mask):
+        for column in columns_of(chunk.cold_mask & ~chunk.mask):
             if column in chunk.slots:
                 continue  # an engine is filling it: what it publishes is as good
             group = chunk.space.layout.group_of(column)
@@ -483,18 +487,3 @@ class Catalog:
     def check(self) -> None:
         """Recount everything; raises AssertionError with the invariant's name."""
         check_catalog(self)
-
-
-def _bits(mask: int) -> list[int]:
-    """Return the columns of a mask."""
-    return [column for column in range(mask.bit_length()) if mask >> column & 1]
-
-
-def _fitting(chunks: Sequence[Chunk], left: int) -> int:
-    """Return how many chunks from the first on can be pinned with so many bytes."""
-    for count, chunk in enumerate(chunks):
-        if not chunk.pins:
-            left -= chunk.weight_bytes
-            if left < 0:
-                return count
-    return len(chunks)

@@ -50,6 +50,11 @@ def stride_of(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+def columns_of(mask: int) -> list[int]:
+    """Return the columns of a mask."""
+    return [column for column in range(mask.bit_length()) if mask >> column & 1]
+
+
 class SlotState(Enum):
     """Where a slot is in its life."""
 
@@ -221,9 +226,8 @@ class Space:
         """Return the bytes of a chunk's objects of some columns; asked for thousands at a time."""
         size_bytes = self._sizes.get(mask)
         if size_bytes is None:
-            columns = [column for column in range(mask.bit_length()) if mask >> column & 1]
             groups = self.layout.groups
-            size_bytes = sum(groups[self.layout.group_of(c)].object_bytes for c in columns)
+            size_bytes = sum(groups[self.layout.group_of(c)].object_bytes for c in columns_of(mask))
             if len(self._sizes) < SIZES_MAX:
                 self._sizes[mask] = size_bytes
         return size_bytes
@@ -258,6 +262,7 @@ class Chunk:
         cold_lossy: Whether the cold copy is lossy.
         cold_used: Whether it was asked for since the cold copy was written.
         unwanted: Not to be written to the tier below.
+        spare: Uses here until it is kept like what was stored here, see `eviction.py`; 0: it is.
         told: Whether the eviction policy knows it as resident.
         dirty_bytes: What the eviction counts of it as the only copy.
         tick: When it was last used; larger is later.
@@ -284,6 +289,7 @@ class Chunk:
         "size_bytes",
         "slots",
         "space",
+        "spare",
         "tick",
         "told",
         "unwanted",
@@ -313,6 +319,7 @@ class Chunk:
         self.cold_lossy = False
         self.cold_used = False
         self.unwanted = False
+        self.spare = 0
         self.told = False
         self.dirty_bytes = 0
         self.tick = 0
@@ -431,6 +438,7 @@ class Chunk:
             size_bytes += slot.size_bytes if slot.state is SlotState.PUBLISHED else 0
         assert not self.lossy_mask & ~mask, "T3"
         assert self.dirty_bytes == (0 if self.clean or self.unwanted else size_bytes), "V2"
+        assert self.unwanted or not self.spare, "V3"
         assert size_bytes == self.size_bytes, "T3"
         assert (mask, filling) == (self.mask, self.filling), "T3"
 

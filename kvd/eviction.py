@@ -13,10 +13,15 @@ What a session has just stored is *young* for GRACE_S: another rank, or the next
 to add what makes it whole, and a policy that learns may rank the newest lowest. So young chunks are
 held back from the policy; when there is nothing else, the one used longest ago stops being young.
 
+What was fetched from another host although enough failure domains have it is *spare*: unwanted
+below, and the first to go once the request that fetched it has used it. It ceases to be when it is
+used again, or has a part that was stored here, or when what is written down depends on it.
+
 V1. The policy knows exactly the chunks with objects, and as evictable all that are, except for
     those passed over and those that are young; what is pinned or moves may still count as
     evictable, and is skipped.
 V2. The bytes counted as dirty are those of chunks that are neither clean nor unwanted.
+V3. What is spare is unwanted; a spare leaf that was used is in the order of those.
 
 Pure.
 """
@@ -47,12 +52,26 @@ def _free_to_go(chunk: Chunk) -> bool:
     return chunk.clean or chunk.unwanted
 
 
+def _is_spare_leaf(chunk: Chunk) -> bool:
+    return chunk.spare == USED and chunk.evictable
+
+
 def _is_demotable(chunk: Chunk) -> bool:
     return bool(chunk.mask) and not (_free_to_go(chunk) or chunk.filling or chunk.moves)
 
 
+AWAITED, USED = 2, 1
+"""Uses until a spare chunk is one no more: before and after the request that fetched it."""
 GRACE_S = 5.0
 """How long the parts of a chain may be apart: some batches, or ranks one after the other."""
+
+
+def keep(chunk: Chunk) -> bool:
+    """Keep a spare chunk like what was stored here; tell whether it was one."""
+    if not chunk.spare:
+        return False
+    chunk.spare, chunk.unwanted = 0, False
+    return True
 
 
 class _Orders(NamedTuple):
@@ -60,6 +79,7 @@ class _Orders(NamedTuple):
     passed_over: set[Chunk]
     demotable: LeafLru
     young: LeafLru
+    spare: LeafLru
 
 
 class Eviction:
@@ -99,6 +119,7 @@ class Eviction:
                 set(),
                 LeafLru(_is_demotable),
                 LeafLru(self._is_young_leaf),
+                LeafLru(_is_spare_leaf),
             )
             self._orders[key] = orders
         return orders
@@ -111,6 +132,8 @@ class Eviction:
             chunk.dirty_bytes = dirty
         orders = self._of(chunk.space)
         self._tell(chunk, orders)
+        if _is_spare_leaf(chunk):
+            orders.spare.offer(chunk)
         if _is_demotable(chunk) and self.demoting:
             orders.demotable.offer(chunk)
 
@@ -139,6 +162,7 @@ class Eviction:
 
     def stored(self, chunk: Chunk) -> None:
         """Hear that a session has published objects of a chunk; before it is offered."""
+        keep(chunk)
         self._young[chunk] = until_ns = self.now_ns + int(GRACE_S * 1e9)
         self._ages.append((until_ns, chunk))
         self._let_grow()  # here as well, where the tier may never be full
@@ -216,15 +240,18 @@ class Eviction:
     def make_room(self, tenant: Tenant, size_bytes: int, owner: OwnerId) -> Slot | None:
         """Evict until a slot of a size is free; None when nothing may go.
 
-        The coldest of two candidates goes: the chunk used longest ago among those with objects
-        of this size, or the slab of another size with all that depends on its chunks.
+        What is spare and has objects of this size goes first. Then the coldest of two candidates:
+        the chunk used longest ago among those with objects of this size, or the slab of another
+        size with all that depends on its chunks.
         """
         if size_bytes > self._pool.slab_bytes:
             return None  # no eviction helps
         slot = None
         while slot is None:
-            leaf = self._coldest_leaf(tenant, size_bytes)
-            cold = self._coldest_slab(tenant, size_bytes)
+            leaf, cold = self._spare_leaf(tenant, size_bytes), None
+            if leaf is None:
+                leaf = self._coldest_leaf(tenant, size_bytes)
+                cold = self._coldest_slab(tenant, size_bytes)
             if cold is not None and (leaf is None or cold[0] < leaf.tick):
                 for held in {s.chunk for s in cold[1].slots.values()}:
                     if held is not None and held.mask:
@@ -237,13 +264,26 @@ class Eviction:
             slot = self._pool.take(tenant, size_bytes, owner)
         return slot
 
+    def _of_size(self, tenant: Tenant, size_bytes: int) -> list[_Orders]:
+        """Return the orders of a tenant's chunks that have such objects."""
+        stride = stride_of(size_bytes)
+        return [
+            orders
+            for (whose, strides), orders in self._orders.items()
+            if whose == tenant and stride in strides
+        ]
+
+    def _spare_leaf(self, tenant: Tenant, size_bytes: int) -> Chunk | None:
+        """Return the spare leaf with such objects that was used longest ago."""
+        found = [o.spare.victim() for o in self._of_size(tenant, size_bytes)]
+        return min(filter(None, found), key=lambda leaf: leaf.tick, default=None)
+
     def _coldest_leaf(self, tenant: Tenant, size_bytes: int) -> Chunk | None:
         """Return the leaf worth least among the policies whose chunks have such objects."""
-        stride = stride_of(size_bytes)
         leaves = [
             (orders.policy.worth((leaf.space, leaf.hash)) or 0.0, leaf.tick, leaf)
-            for (whose, strides), orders in self._orders.items()
-            if whose == tenant and stride in strides and (leaf := self._victim(orders))
+            for orders in self._of_size(tenant, size_bytes)
+            if (leaf := self._victim(orders))
         ]
         return min(leaves)[2] if leaves else None  # ticks differ: leaves are not compared
 
@@ -298,3 +338,4 @@ class Eviction:
         for space in spaces:
             for chunk in space.chunks.values():
                 assert chunk.told == bool(chunk.mask), "V1"
+                assert not _is_spare_leaf(chunk) or self._of(space).spare.has(chunk), "V3"

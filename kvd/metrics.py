@@ -26,7 +26,7 @@ class Counters:
         objects_reserved: Slots handed out for filling.
         objects_published: Objects made findable.
         bytes_published: Their bytes.
-        reserves_refused: Objects refused a slot: no space, over quota, orphan.
+        reserves_refused: Engines' objects refused a slot: no space, over quota, orphan.
         reserves_expired: Reservations whose deadline passed.
         evictions: Objects dropped, by reason.
         bytes_evicted: Their bytes.

@@ -47,6 +47,10 @@ class LeafLru:
         tick, _, chunk = entry
         return chunk.tick == tick and self._holds(chunk)
 
+    def has(self, chunk: Chunk) -> bool:
+        """Tell whether a chunk is here as it is now; for checks, it looks at all of them."""
+        return any(self._valid(entry) for entry in self._heap if entry[2] is chunk)
+
     def victim(self) -> Chunk | None:
         """Return the chunk used longest ago, without removing it."""
         while self._heap and not self._valid(self._heap[0]):

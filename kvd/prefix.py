@@ -73,3 +73,13 @@ def load_of(space: Space, chunks: Sequence[Chunk], count: int) -> Load:
     host = sum([chunk.size_bytes for chunk in chunks])
     peer = max(0, count - len(chunks)) * space.bytes_of(space.full_mask)
     return Load(count * space.layout.chunk_tokens, host, cold, peer)
+
+
+def pinnable(chunks: Sequence[Chunk], left: int) -> int:
+    """Return how many chunks from the first on can be pinned with so many bytes."""
+    for count, chunk in enumerate(chunks):
+        if not chunk.pins:
+            left -= chunk.weight_bytes
+            if left < 0:
+                return count
+    return len(chunks)

@@ -137,7 +137,7 @@ def peers(stats: dict[str, Any]) -> list[list[str]]:
                     f"{int(number_of(peer, 'epoch')) % 10**6:06d}",
                     f"{size('bytes_s')}/s",
                     size("in_flight_bytes"),
-                    f"{count('chunks')}, {size('bytes')}",
+                    f"{count('chunks')}, {size('bytes')}, {count('spare')} spare",
                     f"{refused:,.0f}",
                     f"{size('quarantined_bytes')}, {count('fenced')} fenced",
                 ]

@@ -14,6 +14,7 @@ _ENDS: Final = (
     "corrupt",
     "late",
     "silent",
+    "no_room",
     "failed",
     "quarantined",
     "fenced",
@@ -28,6 +29,11 @@ def _of_peer(label: str, *names: str) -> tuple[Source, ...]:
 FLEET: Final = (
     ("kvd_peer_fetched_bytes_total", "Bytes fetched from a host.", one(f"{_OF_PEER}.bytes")),
     ("kvd_peer_fetched_chunks_total", "Chunks that came whole.", one(f"{_OF_PEER}.chunks")),
+    (
+        "kvd_peer_spare_chunks_total",
+        "Of those, chunks that enough failure domains had already.",
+        one(f"{_OF_PEER}.spare"),
+    ),
     ("kvd_peer_asks_total", "Times a host was asked for chunks.", one(f"{_OF_PEER}.asked")),
     (
         "kvd_peer_fetch_troubles_total",

@@ -353,6 +353,7 @@ class Asker:
 
     def no_room(self, now_ns: int, number: int) -> list[AskerAction]:
         """Hear that there were no slots, or that they are being filled: nothing was begun."""
+        self.counts["no_room"] += 1
         read = self.reads.pop(number)
         read.fetch.reading.discard(number)
         return [*self._settle(now_ns, read.fetch, read.index, came=False), *self._go(now_ns)]
@@ -428,7 +429,7 @@ class Asker:
             return []
         self.counts["fenced"] += 1
         self.mover = Mover.DYING
-        return [KillMover(self.life)]
+        return [KillMover(self.life, "full" if full else "old")]
 
     def _end(self, now_ns: int, fetch: Fetch, why: str) -> list[AskerAction]:
         """Forget a fetch; reads of it that are under way end by themselves, unpublished or not."""
@@ -467,6 +468,7 @@ COUNTS = (
     "failed",
     "late",
     "silent",
+    "no_room",
     "quarantined",
     "fenced",
 )

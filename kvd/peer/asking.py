@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.peer.breaker import Bucket
+from kvd.peer.membership import adds_safety
 from kvd.peer.messages import CHUNKS_MAX, tag_of
 from kvd.peer.protocol import Want
 from kvd.peer.sink import Chain
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.clock import Clock
     from kvd.config_transfer import TransferKnobs
     from kvd.entry import Space
+    from kvd.peer.membership import Member
     from kvd.peer.redis_directory import RedisDirectory
     from kvd.peer.sink import Sink
 
@@ -83,11 +85,13 @@ class Run(NamedTuple):
         request: For whom first.
         hosts: Who else may have them.
         keys: Their hashes, in prefix order.
+        spare: Those of them that enough failure domains hold without this host.
     """
 
     request: Request
     hosts: tuple[str, ...]
     keys: tuple[bytes, ...]
+    spare: frozenset[bytes]
 
 
 class Requests:
@@ -195,19 +199,19 @@ class Requests:
 
     async def _where(
         self, space: Space, hashes: Sequence[bytes], first: int
-    ) -> list[tuple[str, ...]]:
+    ) -> list[tuple[Member, ...]]:
         """Return for each chunk from `first` the hosts that may hold it and can be asked.
 
         The list ends with the first chunk that nobody has.
         """
         able = {host for host, sink in self._sinks.items() if not sink.refusal()}
-        found: list[tuple[str, ...]] = []
+        found: list[tuple[Member, ...]] = []
         if able:
             for holders in await self._directory.where(space, hashes, first):
-                names = tuple(who.host for who in holders if who.host in able)
-                if not names:
+                reached = tuple(who for who in holders if who.host in able)
+                if not reached:
                     break
-                found.append(names)
+                found.append(reached)
         return found
 
     async def _elsewhere(
@@ -233,14 +237,16 @@ class Requests:
         worth = request.worth(len(holders)) if holders else 0
         holders = holders[: max(0, worth - found)]
         keys = request.hashes[found : found + len(holders)]
+        me = self._directory.me
+        spare = [key for key, who in zip(keys, holders, strict=True) if not adds_safety(me, who)]
         waits = Waits()
         for key in keys:
             flight = self._flights.get((space, key))
             if flight is not None:  # asked for already: whoever asks twice joins the first
                 flight.append(waits.add(key))
-        for hosts, first, last in runs(holders):
+        for hosts, first, last in runs([[one.host for one in who] for who in holders]):
             run = [key for key in keys[first:last] if (space, key) not in self._flights]
-            if run and self._ask(Run(request, hosts, tuple(run))):
+            if run and self._ask(Run(request, hosts, tuple(run), frozenset(spare))):
                 for key in run:
                     if (space, key) in self._flights:
                         self._flights[space, key].append(waits.add(key))
@@ -274,6 +280,8 @@ class Requests:
             space,
             tuple(above[places[key]] for key in keys),
             keys,
+            run.spare,
+            partial(self._landed, space),
             partial(self._ended, run, sink.host, keys),
         )
         tag = tag_of(self._cluster, space.tenant)
@@ -295,7 +303,7 @@ class Requests:
                 self._landed(space, key)
         if rest and others and now_ns < run.request.deadline_ns and self._retries.spend(now_ns, 1):
             self.retried += 1
-            if self._ask(Run(run.request, others, tuple(rest))):
+            if self._ask(Run(run.request, others, tuple(rest), run.spare)):
                 return
         for key in rest:
             self._landed(space, key)

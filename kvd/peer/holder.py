@@ -133,7 +133,13 @@ class Holder:
         return actions
 
     def taken(self, ticket: int, agent: int, held: Sequence[Held] | None) -> list[HolderAction]:
-        """Hear what a Take came to: the chunk's objects, or None when it cannot be had."""
+        """Hear what a Take came to.
+
+        Args:
+            ticket: The Take's.
+            agent: Version of the source's metadata.
+            held: The chunk's objects; None when it is not here, empty when it cannot be had now.
+        """
         known = self._tickets.get(ticket)
         if known is None:
             return []  # dropped meanwhile
@@ -141,7 +147,7 @@ class Holder:
         service = self.services[key]
         if not held:
             service.stop = min(service.stop, index)
-            service.why = "miss"
+            service.why = "miss" if held is None else "not now"
             return [*self._forget(service, index), *self._say(service)]
         service.ready[index] = (agent, tuple(held))
         service.bytes[index] = sum(item.size_bytes for item in held)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.catalog import NEVER_NS
+from kvd.eviction import AWAITED
 from kvd.types import Generation, OwnerId
 from kvd_client.wire import Status
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.catalog import Catalog
-    from kvd.entry import Slot, Space
+    from kvd.entry import Chunk, Slot, Space
     from kvd.peer.messages import Piece
     from kvd_client.identity import Layout
 
@@ -37,11 +38,28 @@ class Landings:
         self.owner = owner
         self._catalog = catalog
         self._slots: dict[int, list[Slot]] = {}
+        self._spare: set[int] = set()
 
     def take(
-        self, read: int, space: Space, parent: bytes, key: bytes, pieces: Sequence[Piece]
+        self,
+        read: int,
+        space: Space,
+        parent: bytes,
+        key: bytes,
+        pieces: Sequence[Piece],
+        *,
+        spare: bool = False,
     ) -> list[Slot] | None:
-        """Reserve a slot for each piece, or none; None when one cannot be had."""
+        """Reserve a slot for each piece, or none; None when one cannot be had.
+
+        Args:
+            read: Which.
+            space: Where.
+            parent: Hash of the chunk before it, or the namespace's id.
+            key: Of the chunk.
+            pieces: Its objects.
+            spare: Enough failure domains hold it without this host.
+        """
         slots: list[Slot] = []
         for piece in pieces:
             layout = space.layout
@@ -64,19 +82,25 @@ class Landings:
             slot.lossy = bool(piece.lossy)
             slots.append(slot)
         self._slots[read] = slots
+        if spare:
+            self._spare.add(read)
         return slots
 
-    def publish(self, read: int, now_ns: int) -> None:
-        """Make a read's objects findable, all of them."""
+    def publish(self, read: int, now_ns: int) -> Chunk:
+        """Make a read's objects findable, all of them; return their chunk."""
         slots = self._slots.pop(read)
         chunk = slots[0].chunk
         assert chunk is not None
+        if read in self._spare and not chunk.mask and chunk.cold is None:
+            chunk.spare, chunk.unwanted = AWAITED, True  # nothing of it was stored here
+        self._spare.discard(read)
         generations = [slot.generation for slot in slots]
         for slot, status in zip(
             slots, self._catalog.publish_all(self.owner, generations, now_ns), strict=True
         ):
             assert status is Status.OK
             chunk.lossy_mask |= slot.lossy << slot.column
+        return chunk
 
     def quarantine(self, read: int) -> None:
         """Keep a read's slots from everybody."""
@@ -85,5 +109,6 @@ class Landings:
 
     def give_back(self, read: int) -> None:
         """Free a read's slots, quarantined or not."""
+        self._spare.discard(read)
         for slot in self._slots.pop(read):
             self._catalog.abort(self.owner, slot.generation)

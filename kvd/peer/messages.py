@@ -164,7 +164,7 @@ KINDS: tuple[type[Any], ...] = (
     Pong,
 )
 
-WHYS = ("end", "miss", "busy", "forbidden", "epoch", "unknown", "draining")
+WHYS = ("end", "miss", "busy", "forbidden", "epoch", "draining", "not now")
 """Why a `Stop`: all offered; not here; come again later; not yours; of another life; ..."""
 TRANSPORTS = ("tcp", "rdma")
 

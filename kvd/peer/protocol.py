@@ -143,9 +143,15 @@ class StartMover(NamedTuple):
 
 
 class KillMover(NamedTuple):
-    """Kill the mover and wait for its end; answered by `mover_gone`."""
+    """Kill the mover and wait for its end; answered by `mover_gone`.
+
+    Attributes:
+        life: Which.
+        why: Its quarantine is "full", or "old".
+    """
 
     life: int
+    why: str
 
 
 class Learn(NamedTuple):

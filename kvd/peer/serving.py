@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvd.peer.holder import Holder
 from kvd.peer.messages import Agent, Message, Offer, tag_of
 from kvd.peer.protocol import Drop, Held, HolderAction, Knobs, Send, Take
+from kvd.peer.pump import Pump
 from kvd.types import Tenant
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class Serving:
         self.holder = Holder(epoch, knobs, self._may)
         self.source = make_source(self._taken)
         self._connections: dict[str, Connection] = {}
-        self._todo: deque[HolderAction] = deque()
-        self._busy = False
+        self._do = Pump(self._act)
 
     def _may(self, host: str, tag: bytes, namespace: bytes) -> bool:
         """Tell whether a host may have a namespace of a tenant, under every label it has here."""
@@ -86,18 +85,6 @@ class Serving:
 
     def _taken(self, ticket: int, agent: int, held: Sequence[Held] | None) -> None:
         self._do(self.holder.taken(ticket, agent, held))
-
-    def _do(self, actions: Sequence[HolderAction]) -> None:
-        """Carry out actions in order, and those that come of them after them."""
-        self._todo.extend(actions)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._todo:
-                self._act(self._todo.popleft())
-        finally:
-            self._busy = False
 
     def _act(self, action: HolderAction) -> None:
         match action:

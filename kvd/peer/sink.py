@@ -6,7 +6,6 @@ Carries out what `asker.py` says. A mover is a process of this peer alone; killi
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvd import log
@@ -27,6 +26,7 @@ from kvd.peer.protocol import (
     StartMover,
     Want,
 )
+from kvd.peer.pump import Pump
 
 if TYPE_CHECKING:
     import asyncio
@@ -73,11 +73,22 @@ class World(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What a fetch is of, in this daemon's terms."""
+    """What a fetch is of, in this daemon's terms.
+
+    Attributes:
+        space: Where.
+        parents: Of each chunk, the one before it.
+        hashes: Its chunks.
+        spare: Those of them that enough failure domains hold without this host.
+        came: Hears of each that has come and can be read.
+        ended: Hears why it ended; what came is in the catalog.
+    """
 
     space: Space
     parents: tuple[bytes, ...]
     hashes: tuple[bytes, ...]
+    spare: frozenset[bytes]
+    came: Callable[[bytes], None]
     ended: OnEnded
 
 
@@ -92,14 +103,15 @@ class Sink:
         self.connection: Connection | None = None
         self.address = ""
         self.why = "not connected yet"
+        self.spare = 0
+        """Chunks fetched that enough failure domains had already."""
         self._process: MoverProcess | None = None
         self._landings: dict[int, Landings] = {}
-        self._reads: dict[int, Landings] = {}
+        self._reads: dict[int, tuple[Landings, Chain]] = {}
         self._chains: dict[int, Chain] = {}
         self._agents: dict[int, bytes] = {}
         self._agent_sent = 0
-        self._todo: deque[AskerAction] = deque()
-        self._busy = False
+        self._do = Pump(self._act)
         self._up_by_s = math.inf
 
     @property
@@ -154,18 +166,6 @@ class Sink:
 
     # ---------------------------------------------------------------- what to do
 
-    def _do(self, actions: Sequence[AskerAction]) -> None:
-        """Carry out actions in order, and those that come of them after them."""
-        self._todo.extend(actions)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._todo:
-                self._act(self._todo.popleft())
-        finally:
-            self._busy = False
-
     def _act(self, action: AskerAction) -> None:  # noqa: C901 - one line each
         match action:
             case Send(message=message):
@@ -175,18 +175,22 @@ class Sink:
                 self._agents = {version: metadata}
             case StartMover(life=life):
                 self._start(life)
-            case KillMover():
-                _LOG.warning("fence", host=self.host, bytes=self.asker.quarantined_bytes)
+            case KillMover(why=why):
+                held = self.asker.quarantined_bytes
+                _LOG.warning("fence", host=self.host, quarantine=why, bytes=held)
                 assert self._process is not None
                 self._process.kill()
             case Land():
                 self._land(action)
             case Publish(read=read):
-                self._reads.pop(read).publish(read, self._now())
+                landings, chain = self._reads.pop(read)
+                chunk = landings.publish(read, self._now())
+                self.spare += chunk.spare > 0
+                chain.came(chunk.hash)
             case Quarantine(read=read):
-                self._reads[read].quarantine(read)
+                self._reads[read][0].quarantine(read)
             case GiveBack(read=read):
-                self._reads.pop(read).give_back(read)
+                self._reads.pop(read)[0].give_back(read)
             case Ended(fetch=fetch, published=published, why=why):
                 chain = self._chains.pop(fetch)
                 _LOG.debug("fetch ended", host=self.host, chunks=published, why=why)
@@ -239,11 +243,12 @@ class Sink:
                 chain.parents[land.at],
                 chain.hashes[land.at],
                 land.pieces,
+                spare=chain.hashes[land.at] in chain.spare,
             )
-        if slots is None or process is None or landings is None:
+        if slots is None or process is None or landings is None or chain is None:
             self._do(self.asker.no_room(self._now(), land.read))
             return
-        self._reads[land.read] = landings
+        self._reads[land.read] = landings, chain
         for slab in {slot.slab for slot in slots} - process.slabs:
             process.slabs.add(slab)
             size_bytes = self._world.catalog.pool.slab_bytes
@@ -273,5 +278,6 @@ class Sink:
             "fetches": len(asker.fetches),
             "in_flight_bytes": sum(read.size_bytes for read in asker.reads.values()),
             "quarantined_bytes": asker.quarantined_bytes,
+            "spare": self.spare,
             **asker.counts,
         }

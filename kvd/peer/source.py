@@ -138,7 +138,7 @@ class Source:
         self._process, self.up = None, False
         self._bases.clear()
         for ticket in list(self._takings):
-            self._on_taken(ticket, 0, None)  # the holder drops it
+            self._on_taken(ticket, 0, ())  # the holder drops it
         if self.on_change is not None:
             self.on_change()
         if not self._closing:
@@ -197,12 +197,12 @@ class Source:
 
     def take(self, ticket: int, chunk: Chunk | None, mask: int) -> None:
         """Hold what of a chunk is here and wanted; answered by `on_taken`, now or later."""
-        if chunk is None or self._process is None or not self.up:
+        cold = chunk.cold_mask if chunk is not None and self._catalog.cold_readable else 0
+        if chunk is None or not (chunk.mask | cold) & mask:
             self._on_taken(ticket, 0, None)
             return
-        cold = chunk.cold_mask if self._catalog.cold_readable else 0
-        if not (chunk.mask | cold) & mask or not self._may_pin(chunk):
-            self._on_taken(ticket, 0, None)
+        if self._process is None or not self.up or not self._may_pin(chunk):
+            self._on_taken(ticket, 0, ())
             return
         self._catalog.pin([chunk])
         taking = self._takings[ticket] = Taking(ticket, chunk, mask)
@@ -237,7 +237,7 @@ class Source:
         taking.slots = [chunk.slots[column] for column in columns]
         process = self._process
         if not taking.slots or process is None:
-            self._on_taken(taking.ticket, 0, None)
+            self._on_taken(taking.ticket, 0, ())
             return
         missing = [s for s in taking.slots if s.generation not in self._digests]
         unmapped = {s.slab for s in taking.slots} - self._bases.keys()

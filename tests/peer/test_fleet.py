@@ -200,8 +200,7 @@ def test_a_copy_on_nvme_is_brought_up_for_another(fleet: Fleet, client: Connect,
         wait_for(lambda: page(holder)["counters"]["promotions"] >= CHUNKS, "promoted", SOON_S)
         wait_for(lambda: fetched(fleet.hosts["b"], "d") == CHUNKS, "fetched", SOON_S)
     finally:
-        holder.kill()
-        del fleet.hosts["d"]
+        fleet.drop(holder)
 
 
 def test_two_who_ask_at_once_fetch_once(fleet: Fleet, client: Connect, seed: int) -> None:

@@ -258,7 +258,7 @@ def test_a_late_read_is_quarantined_then_fenced() -> None:
     assert f.asker.quarantined_bytes == SIZE
     assert f.asker.refusal(later) == "backing off"
     later += KNOBS.quarantine_ms * MS
-    assert f.asker.tick(later) == [KillMover(f.life)]
+    assert f.asker.tick(later) == [KillMover(f.life, "old")]
     assert f.asker.mover is Mover.DYING
     assert f.asker.mover_gone(later, f.life) == [GiveBack(read)]
     assert f.asker.quarantined_bytes == 0
@@ -280,7 +280,7 @@ def test_a_full_quarantine_is_fenced_at_once() -> None:
     f = Fetching()
     f.begin(0)
     f.begin(1)
-    assert KillMover(f.life) in f.asker.tick(NOW + 4 * S)
+    assert KillMover(f.life, "full") in f.asker.tick(NOW + 4 * S)
     assert f.asker.refusal(NOW + 1000 * S) == "fencing"
 
 
@@ -340,12 +340,16 @@ def test_chunks_are_offered_in_order_and_let_go() -> None:
     assert not h.services
 
 
-def test_a_miss_ends_the_ask() -> None:
-    """What is not here is said at once; chunks after it are not offered."""
+@pytest.mark.parametrize(("held", "why"), [(None, "miss"), ((), "not now")])
+def test_a_miss_ends_the_ask(held: tuple[Held, ...] | None, why: str) -> None:
+    """What is not here is said at once, what is not given otherwise; nothing after it is offered.
+
+    Only a miss says that the directory is wrong.
+    """
     h = holder()
     takes = [a for a in h.heard(NOW, "a", ask(2)) if isinstance(a, Take)]
-    actions = h.taken(takes[0].ticket, 1, None)
-    assert Send("a", Stop(1, 9, 0, "miss", 0)) in actions
+    actions = h.taken(takes[0].ticket, 1, held)
+    assert Send("a", Stop(1, 9, 0, why, 0)) in actions
 
 
 @pytest.mark.parametrize(
