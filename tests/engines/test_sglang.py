@@ -474,9 +474,11 @@ def test_a_full_host_tier_refuses_and_says_so(make_daemon: Any) -> None:
 
 
 @pytest.mark.parametrize("lossy", [False, True])
-def test_pages_come_back_from_nvme(make_daemon: Any, *, lossy: bool) -> None:
+def test_pages_come_back_from_nvme(make_daemon: Any, tmp_path: Any, *, lossy: bool) -> None:
     """After a restart pages come from disk: the same bytes or, if allowed, as near as FP8 is."""
-    daemon = make_daemon(arguments=["--nvme-bytes", "1GiB"])
+    config = tmp_path / "kvd.toml"
+    config.write_text("[nvme]\nslow_s = 30\n")
+    daemon = make_daemon(arguments=["--nvme-bytes", "1GiB", "--config", str(config)])
     daemon.start()
     host = pool("layer_first")
     made = backend(daemon, host, lossy=lossy)

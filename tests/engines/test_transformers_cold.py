@@ -34,7 +34,8 @@ pytestmark = pytest.mark.timeout(180)
 def cold_daemon(make_daemon: Any, tmp_path: Any) -> Any:
     """A daemon with an NVMe tier, in the default form: FP8 where the namespace allows it."""
     config = tmp_path / "kvd.toml"
-    config.write_text(f"[limits]\npromote_s = {WAIT_S}\n")  # it may compile its codec meanwhile
+    # A busy machine's disk may be slow, and the daemon may have to compile its codec.
+    config.write_text(f"[limits]\npromote_s = {WAIT_S}\n[nvme]\nslow_s = 30\n")
     daemon = make_daemon(arguments=["--nvme-bytes", "1GiB", "--config", str(config)])
     daemon.start()
     return daemon

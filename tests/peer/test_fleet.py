@@ -182,7 +182,7 @@ def test_a_longer_prefix_of_two_hosts(fleet: Fleet, client: Connect, seed: int) 
 
 def test_a_copy_on_nvme_is_brought_up_for_another(fleet: Fleet, client: Connect, seed: int) -> None:
     """What a restarted holder has on NVMe only, it promotes and gives."""
-    nvme = {"bytes": "256MiB", "region_bytes": "16MiB", "form": "raw"}
+    nvme = {"bytes": "256MiB", "region_bytes": "16MiB", "form": "raw", "slow_s": 30}
     holder = fleet.host("d", host_bytes=256 << 20, tables={"nvme": nvme})
     try:
         holder.start()
