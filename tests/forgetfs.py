@@ -34,6 +34,7 @@ import errno
 import os
 import random
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -52,6 +53,7 @@ PAGE = 4096
 SECTOR = 512
 NEVER = 1 << 60
 START_S = 30.0
+END_S = 3.0  # for a session to end by itself
 CANNOT_MOUNT = 3
 """Exit status."""
 
@@ -414,6 +416,7 @@ class Server:
         self.fs = ForgetFs()
         self._backing, self._mount = Path(backing), mount
         self._again = True
+        self._sessions = 0
 
     def run(self, control: str) -> int:
         """Serve one connection; return the exit status."""
@@ -430,9 +433,12 @@ class Server:
             while self._again:
                 self._again = False
                 self.fs.power_on()
+                self._sessions += 1
                 try:
                     mfusepy.FUSE(self.fs, self._mount, foreground=True, nothreads=True)
                 except RuntimeError as error:
+                    if self._again:
+                        continue  # ended by `_end`
                     sys.stdout.write(f"libfuse cannot mount: status {error}\n")
                     return CANNOT_MOUNT
         return 0
@@ -451,6 +457,15 @@ class Server:
                 lines.write(answer + "\n")
                 lines.flush()
         unmount(self._mount, "-z")
+        self._end(self._sessions)
+
+    def _end(self, session: int) -> None:
+        """End the session of a mount that a mount namespace made meanwhile still has."""
+        deadline = time.monotonic() + END_S
+        while self._sessions == session and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self._sessions == session:
+            os.kill(os.getpid(), signal.SIGHUP)
 
     def _obey(self, word: str, *rest: str) -> str:
         commands: dict[str, Callable[..., str | None]] = {
@@ -469,12 +484,13 @@ class Server:
     def _restore(self) -> str:
         """Mount anew, once nobody has anything open there."""
         self.fs.mounted.clear()
-        self._again = True
+        self._again, session = True, self._sessions
         deadline = time.monotonic() + START_S
         while not unmount(self._mount):
             if time.monotonic() > deadline:
                 raise OSError(errno.EBUSY, "something on the mount is still open")
             time.sleep(0.005)
+        self._end(session)
         if not self.fs.mounted.wait(START_S):
             raise OSError(errno.ETIMEDOUT, "not mounted again")
         return ""

@@ -245,7 +245,9 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         yield mounted
     finally:
         mounted.close()
-    assert not (tmp_path / "forgetfs.log").read_text(), "the file system failed"
+    told = (tmp_path / "forgetfs.log").read_text().splitlines()
+    # libfuse says so of a session that had to be ended: its mount was gone already
+    assert not [line for line in told if "failed to unmount" not in line], "the file system failed"
 
 
 @pytest.fixture
