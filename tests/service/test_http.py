@@ -181,7 +181,7 @@ def test_a_stopped_daemon_is_red(serve: Callable[..., tuple[DaemonProcess, Site]
 
 
 @pytest.mark.parametrize(
-    ("point", "word"), [("loop.tick:9", "its loop is stuck"), ("mover.turn:9", "its task mover")]
+    ("point", "word"), [("loop.tick:9", "its loop is stuck"), ("mover.turn:9", "its mover hangs")]
 )
 def test_a_stuck_data_plane_is_red_within_the_watchdog_s_time(
     serve: Callable[..., tuple[DaemonProcess, Site]],
