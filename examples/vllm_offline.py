@@ -5,8 +5,8 @@ On a CPU, in a checkout (`make setup-vllm` makes the environment, `make setup` t
     .venv/bin/kvd serve --host-bytes 1GiB &
     .venv-vllm/bin/python examples/vllm_offline.py --model FOLDER_OR_NAME
 
-With a GPU the same connector is given to the server; this release keeps out of engines whose KV is
-on a device, and says so in the log (docs/vllm.md):
+With a GPU, and CuPy in vLLM's environment, the same connector is given to the server (not tried on
+one yet, docs/vllm.md):
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvdConnector", \
         "kv_connector_module_path": "kvd_client.vllm", "kv_role": "kv_both", \

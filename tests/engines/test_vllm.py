@@ -126,6 +126,46 @@ def in_another_process(second: Any, daemon: DaemonProcess, own: dict[str, Any]) 
     reset(second)
 
 
+def test_pages_on_a_gpu(
+    daemon: DaemonProcess, llama: Path, start_engine: Callable[..., Any]
+) -> None:
+    """The GPU's copies, on a fake one: loaded as the engine's own; an engine without shares them.
+
+    So objects are byte for byte those of host memory, in both directions.
+    """
+    options = {"dtype": "float32", "max_num_batched_tokens": 512}
+    gpu = ("FakeGpuConnector", "tests.engines.vllm_doubles")
+    engine = start_engine(llama, daemon.socket, connector=gpu, **options)
+    engine.generate([LONG], ANSWER)
+    own = engine.generate([LONG], ANSWER)
+    assert own["cached"] == [15 * CHUNK]
+    settled(daemon, published=15 * CHUNK * 2048)
+    reset(engine)
+    loaded = engine.generate([LONG], ANSWER)
+    assert (loaded["cached"], loaded["tokens"]) == (own["cached"], own["tokens"])
+    prompts = batch(40)
+    again = [engine.generate(prompts, ANSWER) for _ in range(2)][1]
+    settled(daemon)
+    reset(engine)
+    loaded = engine.generate(prompts, ANSWER)
+    assert loaded["cached"] == [(4 + n) * CHUNK for n in range(8)]
+    assert loaded["tokens"] == again["tokens"]
+    engine.close()
+    other = start_engine(llama, daemon.socket, **options)
+    loaded = other.generate([LONG], ANSWER)
+    assert (loaded["cached"], loaded["tokens"]) == (own["cached"], own["tokens"])
+    fresh = prompt(6 * CHUNK + 1, seed=77)
+    cold = other.generate([fresh], ANSWER)
+    settled(daemon)
+    other.close()
+    engine = start_engine(llama, daemon.socket, connector=gpu, **options)
+    loaded = engine.generate([fresh], ANSWER)
+    assert loaded["cached"] == [6 * CHUNK]
+    assert loaded["tokens"] == cold["tokens"]
+    settled(daemon)
+    reset(engine)
+
+
 def test_another_kind_of_engine_never_hits(
     daemon: DaemonProcess, llama: Path, start_engine: Callable[..., Any]
 ) -> None:

@@ -1,4 +1,7 @@
-"""The vLLM worker's mover against a real daemon, with pages of its own and without vLLM."""
+"""The vLLM worker's mover against a real daemon, with pages of its own and without vLLM.
+
+Once with pages in host memory, once on a fake GPU whose streams move in random order.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import pytest
 
 import kvd_client
 from kvd_client import _copiers
+from kvd_client.vllm.gpu_pages import GpuPages
 from kvd_client.vllm.messages import Load, Save
 from kvd_client.vllm.mover import Mover
 from kvd_client.vllm.pages import GroupPages, Pages, Piece
 from kvd_client.vllm.stats import Counts
+from tests.gpu.fake_device import FakeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,16 +36,19 @@ CHAIN = [bytes([n]) * 32 for n in range(1, 9)]
 class Rank:
     """Memory of an engine, and the mover over it."""
 
-    def __init__(self, client: kvd_client.Client) -> None:
+    def __init__(self, client: kvd_client.Client, device: FakeDevice | None) -> None:
         """Lay out two groups in one allocation, as vLLM does."""
         self.memory = np.random.default_rng(1).integers(
             1, 255, (LAYERS, BLOCKS, PAGE_BYTES), dtype=np.uint8
         )
         base = self.memory.ctypes.data
         starts = np.array([[base + n * BLOCKS * PAGE_BYTES] for n in range(LAYERS)])
-        self.copier = _copiers.build_copier("syscall", 1)
         groups = [GroupPages(starts, PAGE_BYTES, PAGE_BYTES, PAGES)] * 2
-        self.pages = Pages(groups, BLOCKS, self.copier)
+        self.pages: Pages | GpuPages = (
+            Pages(groups, BLOCKS, _copiers.build_copier("syscall", 1))
+            if device is None
+            else GpuPages(groups, BLOCKS, device)
+        )
         self.client = client
         self.counts = Counts()
         self.mover = Mover(client, self.pages, self.counts, writes=True)
@@ -69,17 +77,32 @@ class Rank:
         return ended
 
 
+GROUPS = (
+    kvd_client.Group("full", LAYERS, 1, 8, LAYERS * PAGES * PAGE_BYTES),
+    kvd_client.Group("sliding", LAYERS, 1, 8, LAYERS * PAGES * PAGE_BYTES, window=9),
+)
+
+
+@pytest.fixture(params=["host", "gpu"])
+def device(request: pytest.FixtureRequest) -> Iterator[FakeDevice | None]:
+    """Give a GPU that moves by itself, or none."""
+    if request.param == "host":
+        yield None
+        return
+    made = FakeDevice(seed=3)
+    end = made.begin_life()
+    yield made
+    end()
+    assert not made.memory, "GPU memory is left"
+
+
 @pytest.fixture
-def rank(connect: Callable[..., kvd_client.Client]) -> Iterator[Rank]:
+def rank(connect: Callable[..., kvd_client.Client], device: FakeDevice | None) -> Iterator[Rank]:
     """Make a rank with two groups; the second sees a window of two chunks."""
-    size = LAYERS * PAGES * PAGE_BYTES
-    groups = (
-        kvd_client.Group("full", LAYERS, 1, 8, size),
-        kvd_client.Group("sliding", LAYERS, 1, 8, size, window=9),
-    )
-    made = Rank(connect(layout=kvd_client.Layout(4, 1, "uint8", groups)))
+    made = Rank(connect(layout=kvd_client.Layout(4, 1, "uint8", GROUPS)), device)
     yield made
     made.mover.close()
+    made.pages.close()
 
 
 def test_what_was_saved_is_loaded_elsewhere(rank: Rank) -> None:
@@ -117,14 +140,14 @@ def test_a_fence_ends_saves_of_its_blocks_and_no_others(
 ) -> None:
     """A save in the middle of a copy is waited for and kept; one that waits is not begun."""
     copying, go = threading.Event(), threading.Event()
-    copy = rank.copier.copy
+    save_pages = rank.pages.save
 
-    def held(*arguments: Any) -> None:
+    def held(*arguments: Any) -> int:
         copying.set()
         assert go.wait(30)
-        copy(*arguments)
+        return save_pages(*arguments)
 
-    monkeypatch.setattr(rank.copier, "copy", held)
+    monkeypatch.setattr(rank.pages, "save", held)
     blocks = [tuple(range(8 * n + 1, 8 * n + 5)) for n in range(3)]
     for number in range(3):
         save = Save("r", b"", (CHAIN[number],), (blocks[number], blocks[number]))
@@ -192,14 +215,15 @@ def test_a_session_lost_in_a_load_fails_it(rank: Rank, monkeypatch: pytest.Monke
     blocks = (tuple(range(1, 5)), tuple(range(5, 9)))
     rank.mover.save(Save("r", b"", (CHAIN[0],), blocks))
     rank.wait()
-    copy = rank.copier.copy
+    load_pages = rank.pages.load
 
-    def copy_and_lose(*arguments: Any) -> None:
-        copy(*arguments)
+    def load_and_lose(*arguments: Any) -> int:
+        size = load_pages(*arguments)
         rank.client._link._drop()
         rank.client.greet(5.0)
+        return size
 
-    monkeypatch.setattr(rank.copier, "copy", copy_and_lose)
+    monkeypatch.setattr(rank.pages, "load", load_and_lose)
     ended = rank.load(0, blocks, 1)
     assert (ended.failed, ended.bad_blocks) == ({"r"}, set(range(1, 9)))
 
@@ -209,4 +233,4 @@ def test_no_address_outside_the_allocation(rank: Rank) -> None:
     buffer = memoryview(bytearray(LAYERS * PAGES * PAGE_BYTES))
     for wrong in (BLOCKS, -1):
         with pytest.raises(AssertionError):
-            rank.pages.load([Piece(0, (1, 2, 3, wrong), buffer)])
+            rank.pages.load([Piece(0, (1, 2, 3, wrong), buffer)], 1)

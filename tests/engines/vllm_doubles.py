@@ -1,4 +1,4 @@
-"""Connectors for tests of faults: kvd's own, made slow, or cut off at the worst moment.
+"""Connectors for tests: kvd's own, made slow, cut off at the worst moment, or before a fake GPU.
 
 vLLM loads them by module path, in its own environment.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvd_client.vllm import pages
 from kvd_client.vllm.connector import KvdConnector
+from kvd_client.vllm.pages import Pages
+from tests.gpu.fake_device import FakeDevice
 
 
 class CutOffConnector(KvdConnector):
@@ -34,7 +37,7 @@ class SlowConnector(KvdConnector):
         super().register_kv_caches(kv_caches)
         worker = self._worker
         assert worker is not None
-        assert worker._pages is not None
+        assert isinstance(worker._pages, Pages)
         copier = worker._pages._copier
         copy = copier.copy
 
@@ -53,3 +56,17 @@ class VerySlowConnector(SlowConnector):
     """Long enough to be killed in the middle."""
 
     slow_s = 20.0
+
+
+class FakeGpuConnector(KvdConnector):
+    """Takes the engine's memory for that of a GPU, whose streams move in random order."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register with the fake GPU in place of host memory."""
+        device = FakeDevice(seed=11)
+        device.begin_life()
+        pages.open_device = lambda _: device  # type: ignore[assignment]
+        super().register_kv_caches(kv_caches)
+        worker = self._worker
+        assert worker is not None
+        assert not isinstance(worker._pages, Pages)

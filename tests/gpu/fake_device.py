@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def at(address: int, size: int) -> NDArray[np.uint8]:
 
 
 class FakeDevice:
-    """See the module; `advance` does one thing, `finish` all, `run_by_itself` uses a thread."""
+    """See the module; `advance` does one thing, `finish` all, `begin_life` uses a thread."""
 
     def __init__(self, seed: int = 0, memory_bytes: int = 1 << 30) -> None:
         self.uuid = b"fake-gpu-of-test"
@@ -54,6 +55,8 @@ class FakeDevice:
         self.streams: dict[int, deque[tuple[str, Any]]] = {ENGINE_STREAM: deque()}
         self.fail_after = -1
         self.stuck = False
+        self.held = threading.Event()
+        self._dead = threading.Event()
         self._names = iter(range(100, 1 << 30))
         self._guard = threading.RLock()
         self._pinned: list[NDArray[np.uint8]] = []
@@ -81,6 +84,22 @@ class FakeDevice:
         """Do everything."""
         while self.advance():
             pass
+
+    def begin_life(self) -> Callable[[], None]:
+        """Move by itself, but while `held` is set; call what is returned to end that."""
+        thread = threading.Thread(target=self._live, daemon=True)
+        thread.start()
+
+        def end() -> None:
+            self._dead.set()
+            thread.join()
+
+        return end
+
+    def _live(self) -> None:
+        while not self._dead.is_set():
+            if self.held.is_set() or not self.advance():
+                time.sleep(0.0005)
 
     def idle(self) -> bool:
         """Whether nothing is left to do."""

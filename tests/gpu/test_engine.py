@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +49,8 @@ class Engine:
         )
         self.client = client
         self.kv = DeviceKV(client, pages, self.device, stage_bytes=1 << 20, **options)
-        self.held = threading.Event()
-        self._stop = threading.Event()
-        self._life = threading.Thread(target=self._live)
-        self._life.start()
-
-    def _live(self) -> None:
-        while not self._stop.is_set():
-            if self.held.is_set() or not self.device.advance():
-                time.sleep(0.0005)
+        self.held = self.device.held
+        self._end = self.device.begin_life()
 
     def content(self, blocks: list[int]) -> Any:
         return self.pool[:, blocks].copy()
@@ -66,8 +58,7 @@ class Engine:
     def stop(self) -> None:
         self.held.clear()
         closed = self.kv.close()
-        self._stop.set()
-        self._life.join()
+        self._end()
         assert closed
         assert not [a for a in self.device.registered if a not in pinned_by_itself(self.device)]
         assert not self.device.memory

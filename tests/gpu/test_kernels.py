@@ -185,6 +185,32 @@ def test_copies_are_those_of_paged(
     case.ram.check()
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("page_bytes", [512, 7])
+def test_a_page_below_zero_is_left_out(runner: Callable[[Call], None], page_bytes: int) -> None:
+    """Pages of an object that an engine has no block for; the others go where they belong."""
+    case = Case(planes=3, page_bytes=page_bytes, counts=(2, 4))
+    size = case.object_bytes
+    room = case.ram.take(case.count * size)
+    room[:] = np.arange(room.size) % 251
+    before = case.pool.copy()
+    kept = case.ids.copy()
+    case.ids[[0, 5]] = -1
+    case.tables["blocks"] = case.ram.put(case.ids)
+    runner(case.copy("scatter", int(room.ctypes.data), size))
+    after = case.pool.copy().reshape(3, 24, page_bytes)
+    content = room.reshape(case.count, 3, case.pages, page_bytes)
+    written = np.zeros(24, bool)
+    for place, block in enumerate(kept):
+        if place in {0, 5}:
+            continue
+        written[block] = True
+        o, page = divmod(place, case.pages)
+        assert np.array_equal(after[:, block], content[o, :, page])
+    assert np.array_equal(after[:, ~written], before.reshape(3, 24, page_bytes)[:, ~written])
+    case.ram.check()
+
+
 @given(
     planes=st.integers(1, 5),
     page=st.integers(1, 70),

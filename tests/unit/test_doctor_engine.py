@@ -10,7 +10,7 @@ import pytest
 from kvd import __version__, doctor
 from kvd.doctor import engine
 from kvd.doctor.base import Host, Level
-from kvd.doctor.engine import judge_client, judge_hooks, judge_vllm
+from kvd.doctor.engine import judge_client, judge_gpu, judge_hooks, judge_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +56,16 @@ def test_a_tested_environment_is_fine() -> None:
 def test_each_lack_is_named(changes: dict[str, Any], level: Level, says: str) -> None:
     """One finding says what is wrong."""
     assert [text for at, text in judge(**changes) if at is level and says in text]
+
+
+def test_an_engine_on_a_gpu_needs_cupy() -> None:
+    """Without, kvd stays out of it."""
+    neither = {"cupy-cuda12x": None, "cupy-cuda13x": None}
+    lacking = judge_gpu({**GOOD, **neither}, "pip")
+    assert (lacking.level, "CuPy" in lacking.text) == (Level.FAIL, True)
+    assert "kvd[cuda13]" in lacking.mend
+    found = judge_gpu({**GOOD, **neither, "cupy-cuda13x": "14.0"}, "pip")
+    assert (found.level, "CuPy 14.0" in found.text) == (Level.WARN, True)
 
 
 def examine(**options: object) -> list[tuple[Level, str]]:

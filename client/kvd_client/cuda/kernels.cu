@@ -33,8 +33,9 @@ static __device__ __forceinline__ void copy_pages(
         const u32 page = (u32)(piece % pages);
         const u32 plane = (u32)(piece / pages % planes);
         const u32 object = (u32)(piece / pages / planes);
-        const u64 block = (u64)blocks[(u64)object * pages + page];
-        Unit* paged = (Unit*)(bases[plane] + block * strides[plane]);
+        const int block = blocks[(u64)object * pages + page];
+        if (block < 0) continue;  // a page that stays as it is
+        Unit* paged = (Unit*)(bases[plane] + (u64)block * strides[plane]);
         Unit* place = (Unit*)(objects + object * object_stride
                               + ((u64)plane * pages + page) * page_bytes);
         Unit* to = gather ? place : paged;

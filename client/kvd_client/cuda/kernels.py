@@ -98,7 +98,7 @@ def copy_call(
         direction: Gather reads the pages, scatter writes them.
         bases: Address of (planes,) u64: each plane's first byte.
         strides: Address of (planes,) u64: bytes from a block to the next.
-        blocks: Address of (objects, pages) i32: the block of each page.
+        blocks: Address of (objects, pages) i32: the block of each page; below 0 it is left out.
         objects: Address of the first object; the others follow every `object_stride` bytes.
         object_stride: See `objects`.
         shape: (objects, planes, pages).

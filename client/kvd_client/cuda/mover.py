@@ -54,6 +54,11 @@ _STREAMS: Final = 2
 _BLOCKS_A_MULTIPROCESSOR: Final = 4
 
 
+def one_stage(stage_bytes: int) -> int:
+    """Return what one stage has of the memory for all of them."""
+    return stage_bytes // (2 * _STREAMS) // 4096 * 4096
+
+
 class _Lane:
     """One direction: two streams, each with a stage."""
 
@@ -102,7 +107,7 @@ class Mover:
         self.device = device
         self.pages = pages
         self.broken = ""
-        self.stage_bytes: Final = stage_bytes // (2 * _STREAMS) // 4096 * 4096
+        self.stage_bytes: Final = one_stage(stage_bytes)
         self._clock = clock
         self._copy_bytes = copy_bytes
         self._grid_max = device.multiprocessors * _BLOCKS_A_MULTIPROCESSOR

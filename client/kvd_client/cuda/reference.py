@@ -60,8 +60,9 @@ def _pages(
     for o in range(count):
         for p in range(planes):
             for j in range(pages):
-                at = bases[p] + blocks[o][j] * strides[p]
-                yield (o, p, j), memory(at, page_bytes)
+                if blocks[o][j] >= 0:
+                    at = bases[p] + blocks[o][j] * strides[p]
+                    yield (o, p, j), memory(at, page_bytes)
 
 
 def _gather_fp8(arguments: tuple[int, ...], dtype: str, memory: Memory) -> None:

@@ -173,9 +173,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End what is under way."""
-        half = self._worker or self._scheduler
-        if half is not None:
-            half.close()
+        if self._worker is not None:
+            self._worker.shutdown()
+        elif self._scheduler is not None:
+            self._scheduler.close()
 
     # ------------------------------------------------------------ scheduler
 

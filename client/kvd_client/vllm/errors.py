@@ -1,6 +1,12 @@
-"""What is said about mistakes of kvd's own."""
+"""What goes wrong in a worker, and what is said about mistakes of kvd's own."""
 
 from __future__ import annotations
+
+from kvd_client.errors import KvdError
+
+
+class Lost(KvdError):
+    """A GPU failed in the middle of a copy: what it still reads or writes, nobody knows."""
 
 
 def log_fault(what: str) -> None:

@@ -10,6 +10,7 @@ M1. Every load ends once: with `take` naming it, failed or not. From then on its
 M2. When `fence` returns, no save reads any of those blocks, nor ever will.
 M3. What is published was read whole before any of its blocks was fenced.
 M4. Bytes loaded were leased by one session from before the copy until after it.
+M5. A lease or slot that a GPU may still read or write (`Lost`) is never given back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
-from kvd_client.vllm.errors import log_fault
+from kvd_client.vllm.errors import Lost, log_fault
 from kvd_client.vllm.pages import Piece
 from kvd_client.wire import Status
 
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
 
     from kvd_client.client import Client
     from kvd_client.handles import Lease, Reservation
+    from kvd_client.vllm.gpu_pages import GpuPages
     from kvd_client.vllm.messages import Load, Save
     from kvd_client.vllm.pages import Pages
     from kvd_client.vllm.stats import Counts
 
-PIECE_BYTES: Final = 16 << 20
-"""Reserved, copied and published at a time: some 5 ms."""
 SAVES_MAX: Final = 256
 """Saves that may wait; more are dropped, and counted."""
 FILL_S: Final = 30.0
@@ -60,10 +60,11 @@ class Ended(NamedTuple):
 class _Job:
     """A save under way."""
 
-    __slots__ = ("blocks", "cancelled", "save")
+    __slots__ = ("after", "blocks", "cancelled", "save")
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: Save, after: int) -> None:
         self.save = save
+        self.after = after
         self.blocks = {block for ids in save.blocks for block in ids if block}
         self.cancelled = False
 
@@ -72,7 +73,13 @@ class Mover:
     """Moves pages for one rank. `load`, `save`, `fence`, `take`: the engine's thread."""
 
     def __init__(
-        self, client: Client, pages: Pages, counts: Counts, *, writes: bool, tells: bool = False
+        self,
+        client: Client,
+        pages: Pages | GpuPages,
+        counts: Counts,
+        *,
+        writes: bool,
+        tells: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -88,7 +95,7 @@ class Mover:
         self._counts = counts
         self._writes = writes
         self._changed = threading.Condition()
-        self._loads: deque[Load] = deque()
+        self._loads: deque[tuple[Load, int]] = deque()
         self._saves: deque[_Job] = deque()
         self._saving: _Job | None = None
         self._copying = False
@@ -102,13 +109,14 @@ class Mover:
 
     def load(self, load: Load) -> None:
         """Begin a load."""
+        after = self._pages.mark()
         with self._changed:
-            self._loads.append(load)
+            self._loads.append((load, after))
             self._changed.notify_all()
 
     def load_now(self, load: Load) -> None:
         """Load on the calling thread; `take` tells of its blocks if it failed, not of its end."""
-        self._load(load)
+        self._load(load, self._pages.mark())
         with self._changed:
             self._ended.loaded.discard(load.request)
             self._ended.failed.discard(load.request)
@@ -121,7 +129,7 @@ class Mover:
             if len(self._saves) >= SAVES_MAX:
                 self._counts.add("saves_cut")
                 return
-            self._saves.append(_Job(save))
+            self._saves.append(_Job(save, self._pages.mark()))
             self._changed.notify_all()
 
     def fence(self, blocks: Iterable[int]) -> None:
@@ -174,22 +182,21 @@ class Mover:
             with self._changed:
                 while not (self._loads or self._saves or self._closing):
                     self._changed.wait()
-                if self._loads:
-                    load, job = self._loads.popleft(), None
-                elif self._saves:
-                    load, job = None, self._saves.popleft()
-                    self._saving = job
-                else:
-                    return
-            if load is not None:
-                self._load(load)
-            elif job is not None:
+                job = None
+                if not self._loads:
+                    if not self._saves:
+                        return
+                    job = self._saving = self._saves.popleft()
+            if job is None:
+                self._help_loads()
+            else:
                 self._save(job)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, after: int) -> None:
         began = time.perf_counter()
         size = 0
         try:
+            self._pages.wait(after)
             size = self._copy_load(load)
         except (KvdError, OSError, KeyError, ValueError) as error:
             warn(f"a load failed, the engine computes instead: {error}")
@@ -218,7 +225,11 @@ class Mover:
         with self._client.attach(load.token) as lease:
             if not lease:
                 raise KvdError("kvd does not answer, or the lease has ended")
-            size = self._pages.load(self._pieces(load, lease))
+            try:
+                size = self._pages.load(self._pieces(load, lease), self._client.epoch)
+            except Lost:
+                lease.hand_over()  # M5
+                raise
             if not lease.still_held():  # M4
                 raise KvdError("the session with kvd ended meanwhile")
         return size
@@ -242,6 +253,7 @@ class Mover:
         began = time.perf_counter()
         size, whole = 0, False
         try:
+            self._pages.wait(job.after)
             for start, stop, groups in self._batches(job.save):
                 saved, whole = self._save_batch(job, start, stop, groups)
                 size += saved
@@ -265,22 +277,22 @@ class Mover:
             self._counts.add("saves_cut")
 
     def _help_loads(self) -> None:
-        """Do the loads that came meanwhile."""
+        """Do the loads that wait."""
         while True:
             with self._changed:
                 if not self._loads:
                     return
-                load = self._loads.popleft()
-            self._load(load)
+                load, after = self._loads.popleft()
+            self._load(load, after)
 
     def _batches(self, save: Save) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Cut a save into runs of chunks with the same groups, of `PIECE_BYTES` each."""
+        """Cut a save into runs of chunks with the same groups, of `piece_bytes` each."""
         groups = [self._whole_groups(save, chunk) for chunk in range(len(save.hashes))]
         start = 0
         while start < len(groups):
             chosen = groups[start]
             size = sum(self._pages.groups[number].object_bytes for number in chosen)
-            most = start + max(1, PIECE_BYTES // max(1, size))
+            most = start + max(1, self._pages.piece_bytes // max(1, size))
             stop = start + 1
             while stop < min(most, len(groups)) and groups[stop] == chosen:
                 stop += 1
@@ -333,7 +345,10 @@ class Mover:
                 return False
             self._copying = True
         try:
-            self._pages.save(pieces)
+            self._pages.save(pieces, self._client.epoch)
+        except Lost:
+            reservation.hand_over(reservation.placed).open.clear()  # M5
+            raise
         finally:
             with self._changed:
                 self._copying = False

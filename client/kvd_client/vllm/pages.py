@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvd_client._copiers import Copier
+    from kvd_client.cuda.device import Device
+    from kvd_client.vllm.gpu_pages import GpuPages
 
     Addresses = npt.NDArray[np.int64]
 
@@ -64,7 +66,13 @@ class Piece(NamedTuple):
 
 
 class Pages:
-    """The pages of one rank. Any thread, if nobody else writes the blocks."""
+    """The pages of one rank in host memory. Any thread, if nobody else writes the blocks.
+
+    `mark`, `wait`, `epoch` and `close` are for pages that lie elsewhere (`gpu_pages.py`).
+    """
+
+    piece_bytes: Final = 16 << 20
+    """Reserved, copied and published at a time: some 5 ms."""
 
     def __init__(self, groups: Sequence[GroupPages], blocks: int, copier: Copier) -> None:
         """Know the groups, in the layout's order; `blocks` is how many there are."""
@@ -72,11 +80,21 @@ class Pages:
         self.blocks: Final = blocks
         self._copier: Final = copier
 
-    def load(self, pieces: Sequence[Piece]) -> int:
+    def mark(self) -> int:
+        """Mark what the engine has asked for so far: on a CPU it is done."""
+        return 0
+
+    def wait(self, mark: int) -> None:
+        """Wait until what came before a mark is done."""
+
+    def close(self) -> None:
+        """Let go."""
+
+    def load(self, pieces: Sequence[Piece], epoch: int) -> int:  # noqa: ARG002
         """Copy pages out of kvd's objects; return the bytes."""
         return self._copy(pieces, to_engine=True)
 
-    def save(self, pieces: Sequence[Piece]) -> int:
+    def save(self, pieces: Sequence[Piece], epoch: int) -> int:  # noqa: ARG002
         """Copy pages into kvd's objects; return the bytes."""
         return self._copy(pieces, to_engine=False)
 
@@ -116,7 +134,7 @@ def find_pages(
     tensors: Mapping[str, Any],
     chunk_pages: Sequence[int],
     copier: Copier,
-) -> Pages:
+) -> Pages | GpuPages:
     """Find every layer's pages in what vLLM registers.
 
     Args:
@@ -126,7 +144,7 @@ def find_pages(
         copier: Moves bytes.
 
     Raises:
-        Unsupported: The views do not lie as the configuration says, or not in host memory.
+        Unsupported: The views do not lie as the configuration says, or on an unusable GPU.
     """
     places: dict[str, tuple[int, int]] = {}
     for tensor in caches.kv_cache_tensors:
@@ -134,13 +152,12 @@ def find_pages(
             offset = tensor.offset + index * tensor.layer_stride
             places[name] = (offset, tensor.block_stride)
     bases = set()
+    devices = {view.device for view in tensors.values()}
     for name, view in tensors.items():
-        if view.device.type != "cpu":
-            raise Unsupported(f"KV on {view.device}: this release moves KV in host memory only")
         if name not in places:
             raise Unsupported(f"vLLM does not say where the cache of {name} lies")
         bases.add(view.data_ptr() - places[name][0])
-    if len(bases) != 1:
+    if len(bases) != 1 or len(devices) != 1:
         raise Unsupported("the caches of this engine do not lie in one allocation")
     base = bases.pop()
     groups = []
@@ -154,4 +171,28 @@ def find_pages(
         starts = np.array([[base + places[name][0]] for name in group.layer_names], dtype=np.int64)
         page_bytes = int(group.kv_cache_spec.page_size_bytes)
         groups.append(GroupPages(starts, strides.pop(), page_bytes, count))
-    return Pages(groups, int(caches.num_blocks), copier)
+    device = open_device(devices.pop())
+    if device is None:
+        return Pages(groups, int(caches.num_blocks), copier)
+    from kvd_client.vllm.gpu_pages import GpuPages
+
+    return GpuPages(groups, int(caches.num_blocks), device)
+
+
+def open_device(where: Any) -> Device | None:  # noqa: ANN401 - a torch.device
+    """Open the GPU that an engine's KV lies on; None for host memory.
+
+    Raises:
+        Unsupported: It cannot be used; the text says what to install.
+    """
+    if where.type == "cpu":
+        return None
+    if where.type != "cuda":
+        raise Unsupported(f"KV on {where}: kvd moves KV in host memory and on NVIDIA GPUs")
+    from kvd_client.cuda.cupy_device import CupyDevice
+    from kvd_client.cuda.device import DeviceError
+
+    try:
+        return CupyDevice(where.index or 0)
+    except DeviceError as error:
+        raise Unsupported(f"KV on {where}: {error}") from error

@@ -8,7 +8,6 @@ being copied from a block that is taken again, and for loads with `load: sync`.
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd_client import _copiers
@@ -20,10 +19,12 @@ from kvd_client.vllm.identity import Identity, describe
 from kvd_client.vllm.mover import CLOSE_S, Ended, Mover
 from kvd_client.vllm.pages import find_pages
 from kvd_client.vllm.stats import Counts
+from kvd_client.vllm.stopwatch import Stopwatch, stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvd_client.vllm.gpu_pages import GpuPages
     from kvd_client.vllm.messages import Step
     from kvd_client.vllm.options import Options
     from kvd_client.vllm.pages import Pages
@@ -51,10 +52,10 @@ class Worker:
         self._options = options
         self._rank = rank
         self._generation = ""
-        self._pages: Pages | None = None
+        self._pages: Pages | GpuPages | None = None
         self._client: Client | None = None
         self._mover: Mover | None = None
-        self._step_began = 0.0
+        self._stopwatch = Stopwatch()
         self._step_tokens = 0
         self.identity: Identity | None = None
         self.counts = Counts()
@@ -74,6 +75,7 @@ class Worker:
         self._pages = find_pages(self._caches, tensors, identity.pages, copier)
         for group, pages in zip(identity.layout.groups, self._pages.groups, strict=True):
             assert group.object_bytes == pages.object_bytes
+        self._stopwatch = stopwatch(next(iter(tensors.values())).device.type)
         self.identity = identity
         self._connect()
 
@@ -109,7 +111,8 @@ class Worker:
 
     def begin_step(self, step: Step) -> None:
         """Make the blocks that this step may write to safe to write."""
-        self._step_began, self._step_tokens = time.perf_counter(), step.tokens
+        self._step_tokens = step.tokens
+        self._stopwatch.begin()
         if self.identity is None:
             return
         if step.generation != self._generation:
@@ -135,10 +138,10 @@ class Worker:
             return
         for save in step.saves:
             self._mover.save(save)
-        if self._step_tokens >= REPORT_TOKENS_MIN and self._rank == 0:
-            assert self._client is not None
-            seconds = time.perf_counter() - self._step_began
-            self._client.report_prefill(self._step_tokens, seconds)
+        assert self._client is not None
+        for tokens, seconds in self._stopwatch.end(self._step_tokens):
+            if tokens >= REPORT_TOKENS_MIN and self._rank == 0:
+                self._client.report_prefill(tokens, seconds)
         self._step_tokens = 0
 
     def take(self) -> Ended:
@@ -157,3 +160,9 @@ class Worker:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def shutdown(self) -> None:
+        """End for good: the memory that copies needed goes as well."""
+        self.close()
+        if self._pages is not None:
+            self._pages.close()
