@@ -6,10 +6,12 @@ uses here (GPU compilers, image libraries) is stood in for where it is not insta
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import time
 import types
 import warnings
 from typing import Any, Final
@@ -198,3 +200,29 @@ def contents(host: Any, indices: Any) -> list[bytes]:
         host.get_data_page(index).contiguous().view(torch.uint8).numpy().tobytes()
         for index in pages
     ]
+
+
+def transfers(kinds: dict[Any, Any], trailing: int) -> list[Any]:
+    """What SGLang asks about besides KV."""
+    return [
+        contract.PoolTransfer(
+            name=name,
+            hit_policy=policy,
+            keys=["x"] * trailing if policy == contract.PoolHitPolicy.TRAILING_PAGES else None,
+        )
+        for name, policy in kinds.items()
+    ]
+
+
+def reach(calls: list[int], least: int) -> None:
+    """Wait for so many calls."""
+    deadline = time.monotonic() + 60
+    while calls[0] < least:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def fill_target(target: Any, host: Any) -> None:
+    """Make stale bytes in the target visible as wrong ones."""
+    for address, size in zip(*host.get_page_buffer_meta(target), strict=True):
+        ctypes.memset(address, 0xA5, size)

@@ -32,10 +32,13 @@ from tests.engines.sglang_kit import (
     contents,
     contract,
     fill,
+    fill_target,
     page_keys,
     pool,
+    reach,
     storage_config,
     take,
+    transfers,
 )
 
 pytestmark = pytest.mark.timeout(180)  # the first compiles the copying kernel, on a busy machine
@@ -92,8 +95,6 @@ def test_no_byte_outside_the_pages_is_written(daemon: Any, layout: str) -> None:
     assert made.batch_get_v1(keys, target) == [True] * 5
     inside = other.get_page_buffer_meta(target)
     for address, size, content in zip(*inside, host.get_page_buffer_meta(target)[0], strict=True):
-        import ctypes
-
         ctypes.memmove(address, content, size)
     assert torch.equal(other.kv_buffer.view(torch.uint8), host.kv_buffer.view(torch.uint8))
     assert contents(host, target) == want
@@ -232,18 +233,6 @@ def test_sglang_s_own_loops_run_on_it(daemon: Any) -> None:
 # ------------------------------------------------------------------------------ several pools
 
 
-def transfers(kinds: dict[Any, Any], trailing: int) -> list[Any]:
-    """What SGLang asks about besides KV."""
-    return [
-        contract.PoolTransfer(
-            name=name,
-            hit_policy=policy,
-            keys=["x"] * trailing if policy == contract.PoolHitPolicy.TRAILING_PAGES else None,
-        )
-        for name, policy in kinds.items()
-    ]
-
-
 def test_legal_lengths_are_those_of_sglang_s_file_backend(
     daemon: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,14 +340,6 @@ def test_it_holds_under_sglang_s_failure_injector(
     assert read[0] > 20, "nothing was read: the test shows nothing"
 
 
-def reach(calls: list[int], least: int) -> None:
-    """Wait for so many calls."""
-    deadline = time.monotonic() + 60
-    while calls[0] < least:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_calls_are_bounded_when_the_daemon_dies_under_them(
     make_daemon: Any, how: signal.Signals
@@ -425,12 +406,6 @@ def test_single_look_ups_share_one_bound(make_daemon: Any) -> None:
     assert time.monotonic() - began < 10
     os.kill(daemon.pid, signal.SIGCONT)
     made.close()
-
-
-def fill_target(target: Any, host: Any) -> None:
-    """Make stale bytes in the target visible as wrong ones."""
-    for address, size in zip(*host.get_page_buffer_meta(target), strict=True):
-        ctypes.memset(address, 0xA5, size)
 
 
 def test_it_begins_again_with_a_new_daemon(make_daemon: Any) -> None:
