@@ -30,6 +30,7 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = prompt(8 * CHUNK + 1)
 ANSWER = 12
+STATELESS = ("StatelessConnector", "tests.engines.vllm_doubles")
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -70,10 +71,39 @@ def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable
     prove(engine, daemon)
 
 
-@pytest.mark.parametrize("kind", ["gemma", "deepseek"])
+@pytest.mark.parametrize("kind", ["gemma", "deepseek", "lfm2"])
 def test_other_attention(
     kind: str, daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:
-    """Full and sliding layers in one model; one latent a token (MLA)."""
+    """Full and sliding layers in one model; one latent a token (MLA); states of convolutions."""
     model = save_model(tmp_path / "model", kind)
     prove(start_engine(model, daemon.socket, **SMALL), daemon)
+
+
+def test_states_are_loaded_where_the_engine_kept_them(
+    daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """A prompt that goes on where another ended loads that; one that leaves it before, nothing.
+
+    Without the state that was saved there the answer is another: so it is what is loaded.
+    """
+    model = save_model(tmp_path / "model", "lfm2")
+    engine = start_engine(model, daemon.socket, **SMALL)
+    longer = LONG[: 8 * CHUNK] + prompt(CHUNK, seed=5)
+    parted = LONG[: 7 * CHUNK] + prompt(CHUNK, seed=6)
+    short = [engine.generate([LONG], ANSWER) for _ in range(2)][1]
+    own = engine.generate([longer], ANSWER)
+    assert own["cached"] == [8 * CHUNK]
+    saved(daemon)
+    for ids, cached in ((parted, 0), (longer, 9 * CHUNK - 32)):
+        reset(engine)
+        loaded = engine.generate([ids], ANSWER)
+        assert loaded["cached"] == [cached]
+        settled(daemon)
+    assert loaded["tokens"] == own["tokens"]
+    reset(engine)
+    engine.close()
+    stateless = start_engine(model, daemon.socket, connector=STATELESS, **SMALL)
+    without = stateless.generate([LONG], ANSWER)
+    assert without["cached"] == short["cached"]
+    assert without["tokens"] != short["tokens"]

@@ -57,7 +57,7 @@ def chain(made: Any) -> list[bytes]:
     return hashes[1::2]
 
 
-def output(made: Any = None, scheduled: int = 0, computed: int = 0) -> Any:
+def output(made: Any = None, scheduled: int = 0, computed: int = 0, offers: Any = None) -> Any:
     """Make a step in which one request computes so many tokens."""
     table = (list(range(1, 1 + -(-(computed + scheduled) // BLOCK))),)
     new = []
@@ -73,7 +73,9 @@ def output(made: Any = None, scheduled: int = 0, computed: int = 0) -> Any:
         ),
         num_scheduled_tokens={made.request_id: scheduled} if made is not None else {},
         total_num_scheduled_tokens=scheduled,
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: table),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda _: table, boundary_state_offloads=offers or {}
+        ),
     )
 
 

@@ -70,3 +70,27 @@ class FakeGpuConnector(KvdConnector):
         worker = self._worker
         assert worker is not None
         assert not isinstance(worker._pages, Pages)
+
+
+class StatelessConnector(KvdConnector):
+    """Loads everything but recurrent states: what is computed after it must be wrong."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Leave the states' blocks as they are."""
+        del forward_context, kwargs
+        worker = self._worker
+        assert worker is not None
+        assert worker.identity is not None
+        step = self._get_connector_metadata().step
+        kinds = [group.kind for group in worker.identity.layout.groups]
+        loads = tuple(
+            load._replace(
+                blocks=tuple(
+                    (0,) * len(ids) if kind == "recurrent" else ids
+                    for ids, kind in zip(load.blocks, kinds, strict=True)
+                )
+            )
+            for load in step.loads
+        )
+        assert all("recurrent" in kinds for _ in loads)
+        worker.load(step._replace(loads=loads))

@@ -155,7 +155,13 @@ def poison(daemon: DaemonProcess) -> int:
 
 
 def save_model(folder: Path, kind: str) -> Path:
-    """Write a small random model: `gemma`, full and sliding layers; `deepseek`, latent ones."""
+    """Write a small random model.
+
+    Args:
+        folder: Where.
+        kind: `gemma`, full and sliding layers; `deepseek`, latent ones; `lfm2`, full ones and
+            convolutions with a state.
+    """
     import torch
     import transformers
 
@@ -170,6 +176,24 @@ def save_model(folder: Path, kind: str) -> Path:
         for name, weight in model.named_parameters():
             if "post_attention_layernorm" in name:
                 weight.data.fill_(8.0)  # else the answer hardly depends on the prompt
+    elif kind == "lfm2":
+        wide = SHAPE["hidden_size"]
+        asked: dict[str, Any] = {  # by vLLM, beside what transformers has
+            "conv_dim": wide,
+            "conv_dim_out": wide,
+            "block_dim": wide,
+            "block_ff_dim": SHAPE["intermediate_size"],
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        }
+        config = transformers.Lfm2Config(
+            **SHAPE,
+            **asked,
+            num_hidden_layers=4,
+            layer_types=["conv", "full_attention"] * 2,
+            block_auto_adjust_ff_dim=False,
+        )
+        model = transformers.Lfm2ForCausalLM(config)
     else:
         shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
         config = transformers.DeepseekV3Config(

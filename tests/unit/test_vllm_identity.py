@@ -34,7 +34,17 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 @dataclass
-class MambaSpec(FullAttentionSpec):
+class MambaSpec:
+    """Likewise."""
+
+    block_size: int = 64
+    page_size_bytes: int = 4096
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+
+
+@dataclass
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
     """Likewise; not known to kvd."""
 
 
@@ -145,6 +155,7 @@ def ids(identity: Identity) -> tuple[bytes, bytes]:
         {"caches": Caches(specs=(FullAttentionSpec(num_kv_heads=4),))},
         {"caches": Caches(specs=(SlidingWindowSpec(),))},
         {"caches": Caches(specs=(FullAttentionSpec(), SlidingWindowSpec()))},
+        {"caches": Caches(specs=(FullAttentionSpec(), MambaSpec()))},
     ],
     ids=str,
 )
@@ -179,7 +190,9 @@ def test_the_limit_counts_where_rope_depends_on_it() -> None:
     ("change", "reason"),
     [
         ({"caches": Caches(kv_cache_layout="LHBNC")}, "VLLM_KV_CACHE_LAYOUT"),
-        ({"caches": Caches(specs=(MambaSpec(),))}, "MambaSpec"),
+        ({"caches": Caches(specs=(ChunkedLocalAttentionSpec(),))}, "ChunkedLocalAttentionSpec"),
+        ({"caches": Caches(specs=(MambaSpec(mamba_cache_mode="all"),))}, "mamba-cache-mode align"),
+        ({"caches": Caches(specs=(MambaSpec(num_speculative_blocks=1),))}, "speculation"),
         ({"caches": Caches(cacheable=())}, "prefix"),
         ({"caches": Caches(specs=(FullAttentionSpec(),) * 2, cacheable=(0,))}, "hash"),
         ({"caches": Caches(specs=(FullAttentionSpec(attention_chunk_size=8),))}, "chunked"),
@@ -205,6 +218,15 @@ def test_chunks_are_whole_blocks_of_every_group() -> None:
     identity = Facts(options=Options(weights="w", chunk_tokens=100), caches=caches).describe()
     assert identity.layout.chunk_tokens == 192
     assert identity.pages == (6, 4)
+
+
+def test_with_states_a_chunk_is_as_small_as_the_engine_s_blocks() -> None:
+    """The engine keeps few states, at ends of blocks: each of them is to be a legal length."""
+    caches = Caches(specs=(FullAttentionSpec(), MambaSpec()))
+    identity = Facts(options=Options(weights="w", chunk_tokens=256), caches=caches).describe()
+    assert identity.layout.chunk_tokens == 64
+    assert (identity.blocks, identity.pages) == ((2, 1), (2, 1))
+    assert identity.layout.groups[1].object_bytes == 2 * 4096
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "auto"])

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from kvd_client.identity import Group, Layout, Namespace
 from kvd_client.vllm import saving
+from kvd_client.vllm.identity import Identity
 from kvd_client.vllm.options import BadOption, read_options
+
+
+def identity(*page_tokens: int, kinds: tuple[str, ...] = ()) -> Identity:
+    """Describe an engine with chunks of 64 tokens, and groups with blocks of so many."""
+    groups = tuple(Group(kind, 2, 2, 64, 1 << 16) for kind in kinds or ("full",) * len(page_tokens))
+    layout = Layout(64, min(page_tokens), "float32", groups)
+    return Identity(Namespace("m", "1", "float32"), layout, page_tokens, 16)
 
 
 @pytest.mark.parametrize(
@@ -22,13 +31,34 @@ def test_only_whole_chunks_of_known_tokens_are_saved(
 def test_pages_that_the_engine_has_are_skipped() -> None:
     """A load that begins inside a chunk leaves the pages before it alone, in every group."""
     table = (list(range(1, 13)), list(range(101, 107)))
-    blocks = saving.chunk_blocks(table, (4, 2), 1, 3, skip_tokens=96, chunk_tokens=64)
+    blocks = saving.chunk_blocks(table, identity(16, 32), 1, 3, skip_tokens=96)
     assert blocks == ((0, 0, 7, 8, 9, 10, 11, 12), (0, 104, 105, 106))
+
+
+def test_of_a_state_only_the_block_at_a_chunks_end_counts() -> None:
+    """A load fills it there; the others are the engine's null blocks."""
+    table = (list(range(1, 9)), [0, 0, 0, 0, 0, 0, 0, 77])
+    states = identity(16, 16, kinds=("full", "recurrent"))
+    assert states.pages == (4, 1)
+    blocks = saving.chunk_blocks(table, states, 0, 2)
+    assert blocks == (tuple(range(1, 9)), (0, 77))
+
+
+def test_states_are_saved_where_the_engine_offers_them_whole() -> None:
+    """At ends of chunks with a known hash; whatever else lies in the table is under way."""
+    made = identity(16, 16, kinds=("full", "recurrent"))
+    offers = [(1, 70, 64), (1, 71, 80), (1, 72, 128), (1, 73, 192), (1, 74, 0)]
+    states = saving.whole_states(offers, made, 2)
+    assert states == {0: {1: 70}, 1: {1: 72}}
+    blocks = saving.chunk_blocks((list(range(1, 9)), [9] * 8), made, 1, 2)
+    assert blocks == ((5, 6, 7, 8), (9,))
+    assert saving.with_states(blocks, made, 1, states) == ((5, 6, 7, 8), (72,))
+    assert saving.with_states(blocks, made, 1, {}) == ((5, 6, 7, 8), (0,))
 
 
 def test_a_table_that_is_too_short_gives_nothing() -> None:
     """Pages without a block are 0, like those outside a window."""
-    blocks = saving.chunk_blocks(([1, 0, 3],), (2,), 0, 2, skip_tokens=0, chunk_tokens=64)
+    blocks = saving.chunk_blocks(([1, 0, 3],), identity(32), 0, 2)
     assert blocks == ((1, 0, 3, 0),)
 
 

@@ -31,6 +31,7 @@ KINDS: Final = {
     "FullAttentionSpec": "full",
     "SlidingWindowSpec": "sliding",
     "MLAAttentionSpec": "mla",
+    "MambaSpec": "recurrent",
 }
 """vLLM's cache specifications, by exact type, and kvd's kinds."""
 LAYOUTS: Final = frozenset({"LBNHC", "LBHNC", "BLHNC", "BLNHC"})
@@ -59,9 +60,17 @@ class Identity(NamedTuple):
     hash_tokens: int
 
     @property
-    def pages(self) -> tuple[int, ...]:
-        """Pages a chunk, for each group."""
+    def blocks(self) -> tuple[int, ...]:
+        """The engine's blocks a chunk, for each group."""
         return tuple(self.layout.chunk_tokens // size for size in self.page_tokens)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of these that a chunk keeps, its last ones: of states, the one at its end."""
+        return tuple(
+            1 if group.kind == "recurrent" else count
+            for group, count in zip(self.layout.groups, self.blocks, strict=True)
+        )
 
 
 def describe(
@@ -91,6 +100,8 @@ def describe(
     aligned = int(getattr(caches, "cache_hit_alignment_tokens", None) or 1)
     unit = math.lcm(hash_tokens, aligned, *page_tokens)
     chunk_tokens = -(-options.chunk_tokens // unit) * unit
+    if any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in caches.kv_cache_groups):
+        chunk_tokens = unit  # the engine keeps states at ends of blocks, few of them
     dtype = str(model.dtype).removeprefix("torch.")
     layout = Layout(
         chunk_tokens=chunk_tokens,
@@ -179,6 +190,8 @@ def _group(group: Any, chunk_tokens: int) -> Group:  # noqa: ANN401 - vLLM's
         raise Unsupported(
             f"caches of kind {type(spec).__name__} are not known to kvd (known: {', '.join(KINDS)})"
         )
+    if kind == "recurrent":
+        return _states(group)
     if getattr(spec, "attention_chunk_size", None):
         raise Unsupported("chunked local attention is not known to kvd")
     window = int(spec.sliding_window) if kind == "sliding" else 0
@@ -192,6 +205,20 @@ def _group(group: Any, chunk_tokens: int) -> Group:  # noqa: ANN401 - vLLM's
         object_bytes=len(group.layer_names) * pages * int(spec.page_size_bytes),
         window=window + more,
     )
+
+
+def _states(group: Any) -> Group:  # noqa: ANN401 - vLLM's
+    """Describe a group of recurrent states: one a chunk, opaque."""
+    spec = group.kv_cache_spec
+    if spec.mamba_cache_mode != "align":
+        raise Unsupported(
+            f"recurrent states are kept in mode {spec.mamba_cache_mode!r}:"
+            " use --enable-prefix-caching --mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise Unsupported("speculation leaves recurrent states in blocks that kvd cannot name")
+    layers = len(group.layer_names)
+    return Group("recurrent", layers, 0, 0, layers * int(spec.page_size_bytes))
 
 
 def _kv_dtype(cache_dtype: str, dtype: str) -> str:

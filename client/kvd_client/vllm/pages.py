@@ -139,7 +139,7 @@ def find_pages(
 
     Args:
         caches: How vLLM placed them.
-        tensors: The view of each layer, by its name.
+        tensors: The view of each layer, or of each part of its state, by its name.
         chunk_pages: Pages a chunk, for each group.
         copier: Moves bytes.
 
@@ -152,11 +152,13 @@ def find_pages(
             offset = tensor.offset + index * tensor.layer_stride
             places[name] = (offset, tensor.block_stride)
     bases = set()
-    devices = {view.device for view in tensors.values()}
+    devices = set()
     for name, view in tensors.items():
+        first = view[0] if isinstance(view, list | tuple) else view  # the parts of a state
         if name not in places:
             raise Unsupported(f"vLLM does not say where the cache of {name} lies")
-        bases.add(view.data_ptr() - places[name][0])
+        bases.add(first.data_ptr() - places[name][0])
+        devices.add(first.device)
     if len(bases) != 1 or len(devices) != 1:
         raise Unsupported("the caches of this engine do not lie in one allocation")
     base = bases.pop()

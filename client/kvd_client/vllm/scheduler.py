@@ -115,6 +115,8 @@ class Scheduler:
         if tracked is None or request.skip_reading_prefix_cache:
             return 0, False
         assert self._identity is not None
+        if any(computed % tokens for tokens in self._identity.page_tokens):
+            return 0, False  # a page that the engine shares in part is not to be written
         chunk = self._identity.layout.chunk_tokens
         limit = min(len(tracked.chain), (request.num_tokens - 1) // chunk)
         name = request.request_id
@@ -191,11 +193,10 @@ class Scheduler:
         assert lease.first <= first < plan.chunks  # P1
         blocks = saving.chunk_blocks(
             table,
-            self._identity.pages,
+            self._identity,
             first,
             plan.chunks,
             skip_tokens=start,
-            chunk_tokens=chunk,
         )
         self._loads.append(Load(name, lease.token, first, blocks, not self._asynchronous))
         self.counts.add("loads_begun")
@@ -236,49 +237,46 @@ class Scheduler:
             return Step()
         reused = {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
         reused.update(block for load in loads for ids in load.blocks for block in ids if block)
-        saves = []
+        saves: list[Save] = []
         for name, table, computed, fresh in _scheduled(output):
             if table is not None:
                 before = 0 if fresh else computed
                 reused.update(saving.new_blocks(table, self._identity.page_tokens, before))
-            save = self._save(name, output, computed)
-            if save is not None:
-                saves.append(save)
+            saves.extend(self._saves(name, output, computed))
         return Step(
             self._generation, loads, tuple(saves), tuple(reused), output.total_num_scheduled_tokens
         )
 
-    def _save(self, name: str, output: Any, computed: int) -> Save | None:  # noqa: ANN401
-        """Plan the save of what a step completes of a request."""
+    def _saves(self, name: str, output: Any, computed: int) -> Iterator[Save]:  # noqa: ANN401
+        """Plan the saves of what a step completes of a request."""
         tracked = self._requests.get(name)
         state = output.kv_connector_block_state
-        if tracked is None or state is None or self._options.save == "none":
-            return None
+        table = state.get_block_ids(name) if state is not None else None
+        if tracked is None or table is None or self._options.save == "none":
+            return
         assert self._identity is not None
         self._extend(tracked)
-        layout = self._identity.layout
+        chunk_tokens = self._identity.layout.chunk_tokens
         computed += output.num_scheduled_tokens[name]
-        known = len(tracked.chain) * layout.chunk_tokens
+        known = len(tracked.chain) * chunk_tokens
         if self._options.save == "prompt":
             known = min(known, tracked.request.num_prompt_tokens)
-        stop = saving.whole_chunks(computed, known, layout.chunk_tokens)
-        start = tracked.plan.saved
-        table = state.get_block_ids(name)
-        if stop <= start or table is None:
-            return None
-        tracked.plan.saved = stop
-        if self._announcer is not None:
-            for number in range(start, stop):
-                self._announcer.expect(tracked.chain[number], self._describe(tracked, number))
-        blocks = saving.chunk_blocks(
-            table,
-            self._identity.pages,
-            start,
-            stop,
-            skip_tokens=0,
-            chunk_tokens=layout.chunk_tokens,
-        )
-        return saving.plan_save(name, tracked.chain, start, stop, blocks)
+        stop = saving.whole_chunks(computed, known, chunk_tokens)
+        offers = state.boundary_state_offloads.get(name, ())
+        states = saving.whole_states(offers, self._identity, stop)
+        start, tracked.plan.saved = tracked.plan.saved, max(stop, tracked.plan.saved)
+        if start < stop:
+            if self._announcer is not None:
+                for number in range(start, stop):
+                    self._announcer.expect(tracked.chain[number], self._describe(tracked, number))
+            blocks = saving.chunk_blocks(table, self._identity, start, stop)
+            blocks = saving.with_states(blocks, self._identity, start, states)
+            yield saving.plan_save(name, tracked.chain, start, stop, blocks)
+        for chunk in sorted(states):
+            if chunk < start:  # its pages were saved before
+                none = tuple((0,) * pages for pages in self._identity.pages)
+                blocks = saving.with_states(none, self._identity, chunk, states)
+                yield saving.plan_save(name, tracked.chain, chunk, chunk + 1, blocks)
 
     def _describe(self, tracked: _Tracked, number: int) -> Chunk:
         """Describe a chunk of a request, as events tell it."""
