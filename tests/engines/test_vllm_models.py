@@ -71,6 +71,41 @@ def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable
     prove(engine, daemon)
 
 
+def test_two_stages(
+    daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """With PP=2 each stage loads its own layers, under one lease."""
+    engine = start_engine(
+        save_llama(tmp_path / "model"),
+        daemon.socket,
+        **SMALL,
+        pipeline_parallel_size=2,
+        multiprocess=True,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    prove(engine, daemon)
+
+
+def test_a_step_may_wait_for_its_loads(
+    daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """With `load: sync`: the same bytes and answers, for one request and for several at once."""
+    model = save_llama(tmp_path / "model")
+    engine = start_engine(model, daemon.socket, **SMALL, extra={"load": "sync"})
+    prompts = [prompt((2 + n) * CHUNK + 1, seed=40 + n % 2) for n in range(6)]
+    own = [engine.generate(prompts, ANSWER) for _ in range(2)][1]
+    saved(daemon)
+    reset(engine)
+    loaded = engine.generate(prompts, ANSWER)
+    assert loaded["tokens"] == own["tokens"]
+    assert loaded["cached"] == [(2 + n) * CHUNK for n in range(6)]
+    counted = engine.ask("metrics", prefix="vllm:kvd_")["metrics"]
+    assert counted["vllm:kvd_loads"] == counted["vllm:kvd_loads_begun"] == 6
+    assert not counted["vllm:kvd_loads_failed"]
+    reset(engine)
+    prove(engine, daemon)
+
+
 @pytest.mark.parametrize("kind", ["gemma", "deepseek", "lfm2"])
 def test_other_attention(
     kind: str, daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
@@ -95,12 +130,14 @@ def test_states_are_loaded_where_the_engine_kept_them(
     own = engine.generate([longer], ANSWER)
     assert own["cached"] == [8 * CHUNK]
     saved(daemon)
-    for ids, cached in ((parted, 0), (longer, 9 * CHUNK - 32)):
-        reset(engine)
-        loaded = engine.generate([ids], ANSWER)
-        assert loaded["cached"] == [cached]
-        settled(daemon)
+    reset(engine)
+    assert engine.generate([parted], ANSWER)["cached"] == [0]
+    settled(daemon)
+    reset(engine)
+    loaded = engine.generate([longer], ANSWER)
+    assert loaded["cached"] == [9 * CHUNK - 32]  # a block of the engine's is 32 tokens
     assert loaded["tokens"] == own["tokens"]
+    settled(daemon)
     reset(engine)
     engine.close()
     stateless = start_engine(model, daemon.socket, connector=STATELESS, **SMALL)
