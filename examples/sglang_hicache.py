@@ -63,10 +63,12 @@ def main() -> None:
     }
     if arguments.socket:
         extra["socket"] = arguments.socket
-    server = SimpleNamespace(model_path=arguments.model, load_format="auto", dtype="auto")
+    server = SimpleNamespace(
+        model_path=arguments.model or "example", load_format="auto", dtype="auto"
+    )
     known = {} if arguments.model else {"weights": "of-the-example"}
     options = read_options({**extra, **known})
-    model = read_model("example", server if arguments.model else None, options, "0.5.23")
+    model = read_model("example", server, options, "0.5.23")
     print(f"model {model.name}, weights {model.weights[:16]}...")
     ranks = SimpleNamespace(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,

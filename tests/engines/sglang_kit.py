@@ -80,10 +80,19 @@ with warnings.catch_warnings():
         StorageOperation,
     )
     from sglang.srt.mem_cache import hicache_storage as contract
-    from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+    from sglang.srt.mem_cache.device_pool_info import (
+        KVBufferLayout,
+        KVBuffers,
+        MambaStateBufferInfo,
+        MHABufferInfo,
+        MLABufferInfo,
+    )
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.runtime_context import get_context
 
 __all__ = [
     "HiCacheController",
@@ -133,6 +142,51 @@ def pool(
     )
 
 
+LATENT: Final = (512, 64)
+"""Of an MLA row: the compressed part, and the rotated one."""
+
+
+def mla_pool(layout: str = "page_first", page: int = PAGE) -> Any:
+    """Make a host pool of latent rows."""
+    rank, rope = LATENT
+    rows = tuple(torch.zeros(TOKENS, 1, rank + rope, dtype=torch.bfloat16) for _ in range(LAYERS))
+    info = MLABufferInfo(
+        buffers=rows,
+        data_ptrs=torch.tensor([each.data_ptr() for each in rows], dtype=torch.uint64),
+        layer_indices=tuple(range(LAYERS)),
+        device_layer_num=LAYERS,
+        page_size=page,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        kv_cache_dim=rank + rope,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    return MLATokenToKVPoolHost(
+        info,
+        1.0,
+        0,
+        page,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=TOKENS,
+        start_layer=0,
+        end_layer=LAYERS,
+        target_layer_num=LAYERS,
+        host_token_capacity=TOKENS,
+    )
+
+
+def mamba_pool(state: Any = torch.float32, layout: str = "page_first") -> Any:
+    """Make a host pool of recurrent states, one a slot."""
+    slots = 32
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(LAYERS, slots, 4, 16, 8, dtype=state),
+        conv=(torch.zeros(LAYERS, slots, 64, 3, dtype=torch.bfloat16),),
+    )
+    return MambaPoolHost(info, 2.0, 0, device_capacity=slots, pin_memory=False, layout=layout)
+
+
 def storage_config(**changes: Any) -> Any:
     """SGLang's storage configuration of one rank."""
     usual: dict[str, Any] = {
@@ -148,6 +202,12 @@ def storage_config(**changes: Any) -> Any:
         "model_name": "toy",
     }
     return contract.HiCacheStorageConfig(**{**usual, **changes})
+
+
+get_context()._server_args = types.SimpleNamespace(
+    model_path="toy", load_format="auto", dtype="bfloat16"
+)
+"""As a server that has started tells of itself."""
 
 
 def backend(daemon: Any, host: Any, *, config: Any = None, **options: Any) -> Any:

@@ -141,7 +141,6 @@ def test_other_engines_never_hit(daemon: Any, tmp_path: Any) -> None:
         ({}, {"pp_size": 2}, {}),
         ({}, {"attn_cp_size": 2}, {}),
         ({}, {"tp_size": 2}, {}),
-        ({}, {"model_name": "toy-unified-token-major"}, {}),
     ]
     for shape, ranks, options in others:
         other = backend(daemon, pool(**shape), config=storage_config(**ranks), **options)

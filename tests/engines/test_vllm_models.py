@@ -71,21 +71,6 @@ def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable
     prove(engine, daemon)
 
 
-def test_two_stages(
-    daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
-) -> None:
-    """With PP=2 each stage loads its own layers, under one lease."""
-    engine = start_engine(
-        save_llama(tmp_path / "model"),
-        daemon.socket,
-        **SMALL,
-        pipeline_parallel_size=2,
-        multiprocess=True,
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    )
-    prove(engine, daemon)
-
-
 def test_a_step_may_wait_for_its_loads(
     daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:

@@ -130,11 +130,10 @@ def test_a_model_is_its_weights_and_settings(tmp_path: Path) -> None:
         changed |= new
 
 
-def test_without_a_server_weights_must_be_given() -> None:
-    """A name is no identity."""
-    with pytest.raises(ValueError, match="weights of toy are not known here"):
-        read_model("toy", None, Options(), "1")
-    assert read_model("toy", None, Options(weights="w"), "1").weights == "w"
+def test_without_a_server_kvd_stays_out() -> None:
+    """A name, or weights alone, do not tell in what type and by what back end it computes."""
+    with pytest.raises(ValueError, match="tells no server arguments, so what toy computes"):
+        read_model("toy", None, Options(weights="w"), "1")
 
 
 def test_each_difference_of_a_pool_or_rank_parts() -> None:

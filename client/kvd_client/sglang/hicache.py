@@ -275,7 +275,7 @@ class KvdHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 def _server() -> Any:
-    """Return the server's arguments; None where no server runs."""
+    """Return the server's arguments; None where SGLang does not tell them."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -109,36 +109,39 @@ def read_model(name: str, server: Any, options: Options, version: str) -> Model:
 
     Args:
         name: As SGLang's storage configuration has it.
-        server: SGLang's server arguments; None where no server runs.
+        server: SGLang's server arguments; None where they are not known.
         options: The user's.
         version: SGLang's.
 
     Raises:
         ValueError: Something is not known; the text says what to set (S2).
     """
-    facts: dict[str, Any] = {"schema": SCHEMA, "sglang": version}
-    weights, draft = options.weights, options.draft_weights
-    if server is not None:
-        revision = getattr(server, "revision", None)
-        downloads = getattr(server, "download_dir", None)
-        place = model_place(str(server.model_path), revision, downloads)
-        settings = {key: str(getattr(server, key, None)) for key in _SETTINGS}
-        facts |= {"settings": settings, "config": _config(place, options)}
-        facts["scales"] = _file(getattr(server, "quantization_param_path", None))
-        _check_adapters(server, options)
-        weights = weights or _weights(place, settings["load_format"], server.model_path)
-        wanted = getattr(server, "speculative_draft_model_path", None)
-        if wanted and not draft:
-            draft = _weights(
-                model_place(str(wanted), None, downloads), "auto", wanted, "draft_weights"
-            )
-    if not weights:
-        msg = f'the weights of {name} are not known here: set "weights" to a digest of them'
+    if server is None:
+        msg = (
+            f"SGLang {version} tells no server arguments, so what {name} computes is not known:"
+            " kvd knows where they are in 0.5.23"
+        )
         raise ValueError(msg)
-    facts["draft"] = draft
-    dtype = "unknown" if server is None else str(getattr(server, "dtype", "unknown"))
-    shown = Path(name if server is None else str(server.model_path)).name[:64]
-    return Model(shown or "model", weights, dtype, _digest(facts))
+    downloads = getattr(server, "download_dir", None)
+    place = model_place(str(server.model_path), getattr(server, "revision", None), downloads)
+    settings = {key: str(getattr(server, key, None)) for key in _SETTINGS}
+    _check_adapters(server, options)
+    config = _config(place, options)
+    draft, wanted = options.draft_weights, getattr(server, "speculative_draft_model_path", None)
+    if wanted and not draft:
+        there = model_place(str(wanted), None, downloads)
+        draft = _weights(there, "auto", wanted, "draft_weights")
+    facts = {
+        "schema": SCHEMA,
+        "sglang": version,
+        "settings": settings,
+        "config": config,
+        "scales": _file(getattr(server, "quantization_param_path", None)),
+        "draft": draft,
+    }
+    weights = options.weights or _weights(place, settings["load_format"], server.model_path)
+    shown = Path(str(server.model_path)).name[:64]
+    return Model(shown or "model", weights, settings["dtype"], _digest(facts))
 
 
 def _weights(place: Path | None, load_format: str, name: object, option: str = "weights") -> str:

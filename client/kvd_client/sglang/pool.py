@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 COPY_THREADS: Final = 2
 ASKED_AT_ONCE: Final = 256
 """Look-ups under way at a time, where each page is asked for by itself."""
+_DETAILS: Final = (
+    *("start_layer", "end_layer", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+    *("num_mamba_layers", "conv_state_shapes", "temporal_state_shape", "temporal_dtype"),
+)
+"""What pools of several kinds say of themselves, beside what all do."""
 NAP_S: Final = (0.0001, 0.005)
 """First and longest pause between looks at a reply that takes its time."""
 
@@ -69,7 +74,7 @@ def shape_of(pool: Any, name: str) -> Shape:  # noqa: ANN401 - SGLang's host poo
         lacks = " and no ".join(missing)
         msg = f"SGLang's host pool {name!r} has no {lacks}: kvd cannot tell it apart"
         raise ValueError(msg)
-    kinds = {key: str(getattr(pool, key, "")) for key in ("start_layer", "end_layer", "v_head_dim")}
+    kinds = {key: str(getattr(pool, key, "")) for key in _DETAILS}
     detail = f"{type(pool).__name__} {kinds} {getattr(pool, 'storage_format_tag', None)}"
     return Shape(
         name=name,

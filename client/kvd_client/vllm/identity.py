@@ -109,7 +109,6 @@ def describe(
         dtype=_kv_dtype(str(cache.cache_dtype), dtype),
         groups=tuple(_group(group, chunk_tokens) for group in caches.kv_cache_groups),
         tp=int(parallel.tensor_parallel_size),
-        pp=int(parallel.pipeline_parallel_size),
         order=f"vllm;{_order(config, caches)};pages={','.join(map(str, page_tokens))};/1",
     )
     rope = _rope(model)
@@ -173,6 +172,9 @@ def _refuse(config: Any, caches: Any) -> None:  # noqa: ANN401 - vLLM's
         "context parallelism spreads a page's tokens over ranks": (
             int(getattr(parallel, "decode_context_parallel_size", 1)) > 1
             or int(getattr(parallel, "prefill_context_parallel_size", 1)) > 1
+        ),
+        "pipeline parallelism was never run with kvd: vLLM's CPU build fails in it": (
+            int(parallel.pipeline_parallel_size) > 1
         ),
         "a draft model's KV is not told apart": speculative is not None
         and str(speculative.method) not in SPECULATION,
