@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvd import log
-from kvd.http.main import bind
+from kvd.http.main import PARENT, bind
 
 if TYPE_CHECKING:
     from kvd.config_http import HttpKnobs
@@ -27,6 +27,7 @@ RESTART_S: Final = (1.0, 60.0)
 STEADY_S: Final = 60.0
 """A child that lived so long had no trouble starting."""
 END_S: Final = 2.0
+_NOT_ITS_OWN: Final = {"NOTIFY_SOCKET", "WATCHDOG_USEC"}
 
 
 class HttpChild:
@@ -74,7 +75,8 @@ class HttpChild:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             env={
-                k: v for k, v in os.environ.items() if k not in {"NOTIFY_SOCKET", "WATCHDOG_USEC"}
+                **{k: v for k, v in os.environ.items() if k not in _NOT_ITS_OWN},
+                PARENT: str(os.getpid()),
             },
         )
         self.starts += 1

@@ -41,6 +41,8 @@ _PR_SET_DUMPABLE: Final = 4
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _FILES_MAX: Final = 128
+PARENT: Final = "KVD_PARENT"
+"""Environment variable of a child of the daemon: the daemon's process id, 1 in a container."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +100,7 @@ def _confine(*, child: bool) -> None:
     prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if child:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1:  # the daemon went before it was asked for
+        if os.environ.get(PARENT, "") != str(os.getppid()):  # it went before that was asked for
             raise SystemExit(0)
     for what, most in ((resource.RLIMIT_NOFILE, _FILES_MAX), (resource.RLIMIT_CORE, 0)):
         with suppress(ValueError, OSError):

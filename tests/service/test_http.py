@@ -330,6 +330,26 @@ def test_by_hand_for_a_daemon_without_it(make_daemon: Callable[..., DaemonProces
         process.wait()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_in_a_container_the_daemon_is_process_1(tmp_path: Path) -> None:
+    """Its HTTP process stays although its parent is process 1, as an orphan's would be."""
+    site = Site(free_port())
+    daemon = [sys.executable, "-m", "kvd", "serve", "--host-bytes", "16MiB"]
+    process = subprocess.Popen(
+        [
+            *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *daemon),
+            *("--socket", str(tmp_path / "kvd.sock"), "--state-dir", str(tmp_path / "state")),
+            *("--http", f"127.0.0.1:{site.port}"),
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        site.until(200)
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.timeout(180)
 def test_a_browser_draws_it(
     serve: Callable[..., tuple[DaemonProcess, Site]], tmp_path: Path
