@@ -16,10 +16,13 @@ S2. A reader believes a half whose sequence is even, above 0 and the same after 
     and whose checksum over sequence, time and payload is right. The checksum alone decides what
     is whole, so that the order in which a processor shows the writes does not matter.
 S3. The page is sized once, by its one writer, before anybody can find the magic in it.
+S4. The writer has the page locked (flock) from before the magic until it ends. Process ids mean
+    nothing to a reader in another container; the lock does.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import time
@@ -51,6 +54,7 @@ _HALF_AT = (64, 128)
 _PAYLOAD_AT = (4096, 4096 + PAYLOAD_BYTES_MAX)
 _TRIES = 100
 _TRY_S = 0.001
+_LOCK_TRIES = 1000
 _NO_BOOT_ID = bytes(16)
 
 Memory = mmap.mmap | bytearray
@@ -81,11 +85,11 @@ class Snapshot(NamedTuple):
 class StatPage:
     """The writer's end; one thread."""
 
-    def __init__(self, name: str, memory: mmap.mmap, identity: tuple[int, int]) -> None:
-        """Take over a fresh mapping; use `create`."""
+    def __init__(self, name: str, memory: mmap.mmap, fd: int) -> None:
+        """Take over a fresh mapping, and the locked descriptor; use `create`."""
         self._name = name
         self._memory = memory
-        self._identity = identity
+        self._fd = fd
         self._sequence = 0
 
     @classmethod
@@ -110,14 +114,15 @@ class StatPage:
                 f"no statistics page: {reason}; stop the other user's daemon at this socket,"
                 " or make room in /dev/shm"
             ) from error
-        try:
-            os.fchmod(shared.fd, mode)  # whatever the umask
-            memory = mmap.mmap(shared.fd, PAGE_BYTES)
-            here = os.fstat(shared.fd)
-        finally:
-            shared.close_fd()
+        os.fchmod(shared.fd, mode)  # whatever the umask
+        memory = mmap.mmap(shared.fd, PAGE_BYTES)
+        fd = os.dup(shared.fd)
+        shared.close_fd()
+        if not _lock(fd):
+            os.close(fd)
+            raise StartError(f"no statistics page: {name} is locked by another user's process")
         write_head(memory, os.getpid())
-        return cls(name, memory, (here.st_dev, here.st_ino))
+        return cls(name, memory, fd)
 
     def write(self, stats: Mapping[str, object], now_ns: int) -> None:
         """Replace the older snapshot.
@@ -133,10 +138,23 @@ class StatPage:
         self._memory.close()
         with suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
             shared = posix_ipc.SharedMemory(self._name, flags=0, read_only=True)
-            here = os.fstat(shared.fd)
+            here, own = os.fstat(shared.fd), os.fstat(self._fd)
             shared.close_fd()
-            if (here.st_dev, here.st_ino) == self._identity:
+            if (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
                 posix_ipc.unlink_shared_memory(self._name)
+        os.close(self._fd)
+
+
+def _lock(fd: int) -> bool:
+    """Lock a page for its writer; readers that look whether it is locked hold it for an instant."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TRY_S)
+        else:
+            return True
+    return False
 
 
 def write_head(memory: Memory, pid: int) -> None:
@@ -146,13 +164,13 @@ def write_head(memory: Memory, pid: int) -> None:
     memory[: len(MAGIC)] = MAGIC
 
 
-def sweep() -> int:
+def sweep(prefix: str = STAT_PAGE_PREFIX) -> int:
     """Take away the pages of daemons that died without a chance to; return how many."""
     swept = 0
     with suppress(OSError):
         for entry in os.scandir("/dev/shm"):  # noqa: S108 - where Linux keeps POSIX shared memory
             name = f"/{entry.name}"
-            if not name.startswith(STAT_PAGE_PREFIX) or entry.stat().st_uid != os.geteuid():
+            if not name.startswith(prefix) or entry.stat().st_uid != os.geteuid():
                 continue
             with suppress(NoStatPage, posix_ipc.Error):
                 if not read(name).alive:
@@ -197,7 +215,7 @@ def read(name: str) -> Snapshot:
     Raises:
         NoStatPage: There is none, or none that this version can read.
     """
-    memory = _map(name)
+    memory, alive = _map(name)
     try:
         magic, version, _, pid, started, boot_id = _HEAD.unpack_from(memory, 0)
         if magic != MAGIC or version != VERSION:
@@ -210,11 +228,12 @@ def read(name: str) -> Snapshot:
         memory.close()
     age_s = max(0.0, (time.monotonic_ns() - written_ns) / 1e9)
     started_now, state = _process(pid)
-    alive = state not in {"", "Z", "X"} and started in {0, started_now} and boot_id == _boot_id()
-    return Snapshot(_unpack(payload), age_s, pid, alive, alive and state in {"T", "t"})
+    known = started == started_now and boot_id == _boot_id()  # else it may be another container's
+    return Snapshot(_unpack(payload), age_s, pid, alive, alive and known and state in {"T", "t"})
 
 
-def _map(name: str) -> mmap.mmap:
+def _map(name: str) -> tuple[mmap.mmap, bool]:
+    """Map a page; tell whether its writer lives (S4)."""
     try:
         shared = posix_ipc.SharedMemory(name, flags=0, read_only=True)
     except posix_ipc.ExistentialError:
@@ -231,7 +250,12 @@ def _map(name: str) -> mmap.mmap:
                 f"the daemon's statistics page is not of version {VERSION} or not ready;"
                 " try again, or use the `kvd` that the daemon was started with"
             )
-        return mmap.mmap(shared.fd, PAGE_BYTES, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(shared.fd, PAGE_BYTES, access=mmap.ACCESS_READ)
+        try:
+            fcntl.flock(shared.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return memory, True
+        return memory, False
     finally:
         shared.close_fd()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -280,17 +282,46 @@ def test_stopped_and_killed_writers(writer: subprocess.Popen[str], name: str) ->
     assert last.stats["twice"] == 2 * last.stats["n"]
 
 
-def test_reused_pid_is_not_alive(name: str) -> None:
-    """A process that has the writer's number but another start is not the writer."""
-    page = StatPage.create(name)
-    page.write({}, time.monotonic_ns())
-    assert read(name).alive
-    page._memory[24] ^= 1  # a bit of the start time
+def test_a_writer_of_another_container_is_alive(writer: subprocess.Popen[str], name: str) -> None:
+    """Its process id means another process here, or none: not to be swept, nor called stopped."""
+    writer.send_signal(signal.SIGSTOP)
+    _until(lambda: read(name).stopped)
+    shared = posix_ipc.SharedMemory(name)
+    memory = mmap.mmap(shared.fd, PAGE_BYTES)
+    shared.close_fd()
+    for at in (24, 32):  # a bit of the start time, one of the boot id
+        memory[at] ^= 1
+        assert (read(name).alive, read(name).stopped) == (True, False)
+        assert statpage.sweep(name) == 0
+        memory[at] ^= 1
+    assert read(name).stopped
+    memory.close()
+    writer.kill()
+    writer.wait()
     assert not read(name).alive
-    page._memory[24] ^= 1
-    page._memory[32] ^= 1  # a bit of the boot id
-    assert not read(name).alive
-    page.close()
+    assert statpage.sweep(name) == 1
+
+
+def test_readers_do_not_keep_a_daemon_from_its_page(name: str) -> None:
+    """Also while one looks at every moment whether the page is locked."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            with suppress(NoStatPage):
+                read(name)
+
+    readers = [threading.Thread(target=look) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(30):
+        page = StatPage.create(name)
+        page.write({}, time.monotonic_ns())
+        assert read(name).alive
+        page.close()
+    over.set()
+    for reader in readers:
+        reader.join()
 
 
 def _until(holds: Any) -> None:
