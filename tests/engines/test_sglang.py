@@ -312,8 +312,9 @@ def test_it_holds_under_sglang_s_failure_injector(
     read = [0]
 
     def work(seed: int, target: Any) -> None:
-        chance = random.Random(seed)
-        for _ in range(40):
+        chance, until, turns = random.Random(seed), time.monotonic() + 60, 0
+        while turns < 40 or (read[0] <= 20 and time.monotonic() < until):
+            turns += 1
             keys = page_keys(8, seed=chance.randrange(4))
             count = chance.randint(1, 8)
             action = chance.randrange(3)
