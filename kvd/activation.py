@@ -8,11 +8,14 @@ environment, and the descriptors are closed on exec.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import NamedTuple
 
+STORED = "kvd-"
+"""How names begin of what the daemon has stored itself."""
 FIRST_FD = 3
-FDS_MAX = 4096
-"""More than any unit passes; a larger number is a mistake, not a wish."""
+FDS_MAX = 5000
+"""More than our unit lets be stored and passes; a larger number is a mistake, not a wish."""
 
 
 class Inherited(NamedTuple):
@@ -43,12 +46,33 @@ def take() -> list[Inherited]:
     return found
 
 
-def take_socket(name: str) -> int | None:
-    """Return the listening socket of a name, or the only one without; others are closed."""
-    fds = {item.name: item.fd for item in take()}
+def take_named(name: str) -> tuple[int | None, dict[str, int]]:
+    """Return the listening socket of a name, or the only one without, and what was stored.
+
+    What was stored is by name, as `kvd.keeping` gives it; all else is closed.
+    """
+    fds: dict[str, int] = {}
+    for item in take():
+        if item.name in fds:
+            os.close(fds[item.name])
+        fds[item.name] = item.fd
     wanted = fds.pop(name, None)
     if wanted is None:
         wanted = fds.pop("unknown", None)
-    for fd in fds.values():
-        os.close(fd)
-    return wanted
+    stored = {name: fd for name, fd in fds.items() if name.startswith(STORED)}
+    for other in fds.keys() - stored.keys():
+        os.close(fds[other])
+    return wanted, stored
+
+
+def stored_bytes() -> int:
+    """Return the memory that stored descriptors hold already; what `take` will return stays."""
+    if os.environ.get("LISTEN_PID", "") != str(os.getpid()):
+        return 0
+    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    slabs = [at for at, name in enumerate(names) if name.startswith(STORED)]
+    total = 0
+    for at in slabs:
+        with suppress(OSError):
+            total += os.fstat(FIRST_FD + at).st_size
+    return total

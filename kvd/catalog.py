@@ -129,10 +129,10 @@ class Catalog:
                 chunk.spare = max(0, chunk.spare - 1)
             chunk.pins += 1
             chunk.cold_used = True
-            self._touch(chunk)
+            self.touch(chunk)
             if chunk.unwanted or chunk.dirty_bytes:  # wanted after all; in order by its new tick
                 chunk.unwanted = chunk.spare > 0
-                self._settle(chunk, chunk.warm)
+                self.settle(chunk, chunk.warm)
         if charge:
             charged = self.quota.charge(chunks[0].space.tenant, Resource.PINNED_BYTES, charge)
             assert charged  # C3: `hold` takes what fits; who attaches finds it pinned
@@ -146,17 +146,18 @@ class Catalog:
             if not chunk.pins:
                 discharge += chunk.pinned_bytes
                 chunk.pinned_bytes = 0
-                self._settle(chunk, chunk.warm)
+                self.settle(chunk, chunk.warm)
         if discharge:
             self.quota.discharge(chunks[0].space.tenant, Resource.PINNED_BYTES, discharge)
 
-    def _touch(self, chunk: Chunk) -> None:
+    def touch(self, chunk: Chunk) -> None:
+        """Note a use of a chunk; `settle` has to follow."""
         self._tick += 1
         chunk.tick = self._tick
         for slot in chunk.slots.values():
             self.pool.slab(slot.slab).touched = self._tick
 
-    def _settle(self, chunk: Chunk, was_warm: bool) -> None:  # noqa: FBT001 - a state, no option
+    def settle(self, chunk: Chunk, was_warm: bool) -> None:  # noqa: FBT001 - a state, no option
         """Draw the consequences of a change: orders (V1), warmth of ancestors (T4), nodes (T2).
 
         Args:
@@ -254,16 +255,16 @@ class Catalog:
         tenant = chunk.space.tenant
         size = chunk.space.layout.groups[group].object_bytes
         if not self.quota.charge(tenant, Resource.FILLING_BYTES, size):
-            self._settle(chunk, chunk.warm)  # a node just made for this goes again
+            self.settle(chunk, chunk.warm)  # a node just made for this goes again
             return Status.OVER_QUOTA, None
         was_warm = chunk.warm
         chunk.filling += 1  # before making room: C2 keeps this chunk, and its warmth the chain
-        self._settle(chunk, was_warm)
+        self.settle(chunk, was_warm)
         slot = self.pool.take(tenant, size, owner) or self.eviction.make_room(tenant, size, owner)
         if slot is None:
             self.quota.discharge(tenant, Resource.FILLING_BYTES, size)
             chunk.filling -= 1
-            self._settle(chunk, was_warm=True)
+            self.settle(chunk, was_warm=True)
             return Status.NO_SPACE, None
         slot.chunk, slot.column, slot.deadline_ns = chunk, column, deadline_ns
         chunk.put(column, slot)
@@ -282,8 +283,8 @@ class Catalog:
         results = [self.publish(owner, generation, now_ns) for generation in generations]
         for chunk, status in zip(reversed(chunks), reversed(results), strict=True):
             if chunk is not None and status is Status.OK:
-                self._touch(chunk)
-                self._settle(chunk, chunk.warm)
+                self.touch(chunk)
+                self.settle(chunk, chunk.warm)
         return results
 
     def publish(self, owner: OwnerId, generation: Generation, now_ns: int) -> Status:
@@ -312,8 +313,8 @@ class Catalog:
             self.eviction.stored(chunk)
         if self.changes.heard and chunk.mask == chunk.space.full_mask:
             self.changes.stored(chunk, HOST)
-        self._touch(chunk)
-        self._settle(chunk, was_warm=True)
+        self.touch(chunk)
+        self.settle(chunk, was_warm=True)
         return Status.OK
 
     def abort(self, owner: OwnerId, generation: Generation) -> Status:
@@ -335,7 +336,7 @@ class Catalog:
         if chunk is not None:
             chunk.take(slot.column)
             chunk.filling -= 1
-            self._settle(chunk, was_warm=True)
+            self.settle(chunk, was_warm=True)
 
     def _quarantine(self, slot: Slot) -> None:
         slot.step(SlotEvent.DEADLINE)
@@ -394,7 +395,7 @@ class Catalog:
         chunk.unwanted, chunk.spare = False, 0  # that was about the copy that goes
         if was_whole and self.changes.heard:
             self.changes.removed(chunk, HOST, reason or why)
-        self._settle(chunk, was_warm)
+        self.settle(chunk, was_warm)
 
     def begin_demotion(self, chunk: Chunk) -> list[Slot]:
         """Keep a chunk's host slots as they are while they are copied down."""
@@ -408,7 +409,7 @@ class Catalog:
         if cold is not None:
             self.set_cold(chunk, cold)
         else:
-            self._settle(chunk, chunk.warm)
+            self.settle(chunk, chunk.warm)
 
     def set_cold(self, chunk: Chunk, cold: Cold) -> None:
         """Note that a copy lies in the tier below."""
@@ -416,21 +417,21 @@ class Catalog:
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = cold
         chunk.cold_used = False
         self._tell_cold(chunk, "replaced", was_whole=was_whole)
-        self._settle(chunk, chunk.warm)
+        self.settle(chunk, chunk.warm)
         if chunk.parent is not None and keep(chunk.parent):  # of no use without it after a restart
-            self._settle(chunk.parent, chunk.parent.warm)
+            self.settle(chunk.parent, chunk.parent.warm)
 
     def reject(self, chunk: Chunk) -> None:
         """Note that a chunk is not to be written down: it goes like a clean one."""
         chunk.unwanted = True
-        self._settle(chunk, chunk.warm)
+        self.settle(chunk, chunk.warm)
 
     def drop_cold(self, chunk: Chunk, reason: str = "capacity") -> None:
         """Forget the copy in the tier below."""
         was_whole = chunk.cold_mask == chunk.space.full_mask
         chunk.cold, chunk.cold_mask, chunk.cold_lossy = None, 0, False
         self._tell_cold(chunk, reason, was_whole=was_whole)
-        self._settle(chunk, chunk.warm)
+        self.settle(chunk, chunk.warm)
 
     def _tell_cold(self, chunk: Chunk, reason: str, *, was_whole: bool) -> None:
         whole = chunk.cold_mask == chunk.space.full_mask
@@ -467,7 +468,7 @@ class Catalog:
                 self._free_filling(slot, SlotEvent.ABORT)
         assert chunk.moves > 0
         chunk.moves -= 1
-        self._settle(chunk, chunk.warm)
+        self.settle(chunk, chunk.warm)
 
     def restore(self, space: Space, rows: Iterable[Found]) -> list[Chunk]:
         """Put what the tier below holds into an empty space, see `plant`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from kvd import (
+    activation,
     config_events,
     config_gpu,
     config_http,
@@ -320,7 +321,8 @@ def _check_sizes(source: Source, table: Table, host: HostConfig, smallest: Tenan
 
 def _check_memory(table: Table, host: HostConfig) -> None:
     memory = memory_limit.available(huge_pages=host.huge_pages != "off")
-    if memory is None or host.slab_count * host.slab_bytes <= memory.available_bytes:
+    needed = host.slab_count * host.slab_bytes - activation.stored_bytes()  # kept over a restart
+    if memory is None or needed <= memory.available_bytes:
         return
     room = memory.available_bytes * 7 // 8  # the rest of the host needs some, too
     step = next((s for s in (GIB, 64 * MIB, SLAB_STEP) if room >= 8 * s), MIB)

@@ -17,9 +17,9 @@ import os
 import resource
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvd import __version__, activation, log, memory, notify, rates
+from kvd import __version__, activation, keeping, log, memory, notify, rates
 from kvd.admin.side import AdminSide
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kvd.config import Config
     from kvd.entry import Space
     from kvd.peer.peers import Peers
+    from kvd.side import Side
     from kvd_client.identity import Layout
 
 _LOG = log.get("daemon")
@@ -66,18 +67,6 @@ GIVE_UP_S = 40.0
 EXIT_GAVE_UP = 4
 SLAB_S = 30.0
 """How long the next slab may take while the start waits for memory."""
-
-
-class Side(Protocol):
-    """What runs beside the cache and has no say in it."""
-
-    async def run(self) -> None:
-        """Run until cancelled."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what it took at its making."""
-        ...
 
 
 class Daemon:
@@ -129,6 +118,7 @@ class Daemon:
         self._group: asyncio.TaskGroup | None = None
         self._memory_changed = asyncio.Event()
         self._slabs_made = 0
+        self._return: keeping.Return
         self._bug: BaseException | None = None
 
     def _cold_tier(self) -> ColdTier:
@@ -178,8 +168,11 @@ class Daemon:
     def _add_slab(self, slab: SlabId) -> None:
         self.pool.add_blank(slab)
         self._memory_changed.set()
-        self._slabs_made += 1
-        if self._slabs_made == self.config.host.slab_count:
+        self._count_slabs(1)
+
+    def _count_slabs(self, more: int) -> None:
+        self._slabs_made += more
+        if more and self._slabs_made == self.config.host.slab_count:
             _LOG.info("host tier whole", bytes=self.tier.ready_bytes)
 
     def _note(self, text: str) -> None:
@@ -296,7 +289,9 @@ class Daemon:
         """
         lock = LockFile(self.config.state_dir, self.config.socket)
         try:
-            inherited_fd = activation.take_socket("kvd")
+            inherited_fd, stored = activation.take_named("kvd")
+            kept = keeping.take_up(stored, self.config.host, self.pool.shares)
+            self._return = keeping.Return(kept, self.loop)
             self.listener = Listener(self.config.socket, self.config.socket_mode, inherited_fd)
             try:
                 if self.config.http.listen:
@@ -304,6 +299,7 @@ class Daemon:
                 if self.config.events.endpoint:
                     self.sides.append(EventFeed(self.config.events, self.catalog))
                 await self._serve()
+                keeping.hand_over(self.catalog, self.tier)
             finally:
                 self.listener.close()
                 for side in self.sides:
@@ -316,7 +312,7 @@ class Daemon:
 
     def _start_tiers(self) -> None:
         """Begin to make slabs; returns at once."""
-        self.tier.start()
+        self.tier.start(self._return.slabs, self._return.hear)
         if self.gpu is not None:
             self.gpu.start()
 
@@ -388,10 +384,11 @@ class Daemon:
         self._stop.set()
 
     async def _wait_for_memory(self) -> None:
+        self._count_slabs(await self._return.finish(self.catalog))
         host = self.config.host
         required = "require" in {host.lock, host.huge_pages}
         need = host.slab_count if required else 1
-        while self.pool.blank_count() < need and not (self.tier.failed and required):
+        while self._slabs_made < need and not (self.tier.failed and required):
             self._memory_changed.clear()
             try:
                 async with asyncio.timeout(SLAB_S):
@@ -399,7 +396,7 @@ class Daemon:
             except TimeoutError as error:
                 msg = f"no memory for a slab of {self.slab_bytes} bytes within {SLAB_S:.0f} s"
                 raise StartError(msg) from error
-            if self.tier.failed and (required or not self.pool.blank_count()):
+            if self.tier.failed and (required or not self._slabs_made):
                 raise StartError("; ".join(self.notes))
 
     async def _tick(self, page: StatPage) -> None:

@@ -47,6 +47,7 @@ PURE: Final = frozenset(
         "kvd.http.history",
         "kvd.hits",
         "kvd.identity",
+        "kvd.keepsake",
         "kvd.lease",
         "kvd.measures",
         "kvd.metrics",
@@ -116,6 +117,7 @@ DATA_MODULES: Final = frozenset(
 ALSO_PURE: Final = {
     "kvd.durations": frozenset({"re"}),
     "kvd.identity": frozenset({"msgpack", "numpy"}),
+    "kvd.keepsake": frozenset({"msgpack"}),
     "kvd.peer.messages": frozenset({"msgpack"}),
     "kvd.peer.directory": frozenset({"base64"}),
     "kvd.peer.membership": frozenset({"msgpack", "re"}),

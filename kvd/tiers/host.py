@@ -14,13 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from kvd import memory
 from kvd.types import SlabId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvd.config import HostConfig
+    from kvd.keeping import KeptSlab
+
+    OnKept = Callable[[SlabId, set[int] | None], None]
 
 
 class HostTier:
@@ -50,15 +55,52 @@ class HostTier:
         self._pool = ThreadPoolExecutor(
             config.fault_threads or min(8, os.cpu_count() or 1), thread_name_prefix="fault"
         )
+        self._on_kept: OnKept = lambda *_: None
         self.ready_bytes = 0
         self.locked_bytes = 0
         self.huge_bytes = 0
         self.failed = False
 
-    def start(self) -> None:
-        """Begin to make the slabs; returns at once."""
-        for number in range(self._config.slab_count):
-            self._pool.submit(self._make_or_note, SlabId(number))
+    def start(
+        self,
+        kept: Mapping[SlabId, KeptSlab] | None = None,
+        on_kept: OnKept = lambda *_: None,
+    ) -> None:
+        """Begin to make the slabs; returns at once.
+
+        Args:
+            kept: Slabs of an earlier life, to be taken up; their descriptors are the tier's now.
+            on_kept: Called from a worker thread for each of them, with the places whose objects are
+                as they were; or None, and then one is made anew and told to `on_ready`.
+        """
+        self._on_kept = on_kept
+        for number in sorted(range(self._config.slab_count), key=lambda n: n not in (kept or {})):
+            slab = SlabId(number)
+            if kept and slab in kept:
+                self._pool.submit(self._take_up, slab, kept[slab])
+            else:
+                self._pool.submit(self._make_or_note, slab)
+
+    def _take_up(self, slab: SlabId, kept: KeptSlab) -> None:
+        """Map a slab of an earlier life and verify what is in it."""
+        size, good = self._config.slab_bytes, set[int]()
+        try:
+            view = mmap.mmap(kept.fd, size)
+            huge = os.fstat(kept.fd).st_blksize == memory.HUGE_BYTES
+            locked = self._lock(view, size)
+            for place, offset, length, digest in kept.objects:
+                if self._stop.is_set():
+                    break
+                if xxhash.xxh3_128_digest(memoryview(view)[offset : offset + length]) == digest:
+                    good.add(place)
+        except (OSError, ValueError) as error:
+            os.close(kept.fd)
+            self._on_kept(slab, None)
+            self._note(f"a slab of the life before cannot be used: {error}")
+            self._make_or_note(slab)
+            return
+        self._keep(slab, kept.fd, view, locked=locked, huge=huge)
+        self._on_kept(slab, good)
 
     def _make_or_note(self, slab: SlabId) -> None:
         if self._stop.is_set():
@@ -96,12 +138,16 @@ class HostTier:
         except OSError:
             os.close(fd)
             raise
+        self._keep(slab, fd, view, locked=locked, huge=huge)
+        self._on_ready(slab)
+
+    def _keep(self, slab: SlabId, fd: int, view: mmap.mmap, *, locked: bool, huge: bool) -> None:
+        size = self._config.slab_bytes
         with self._guard:
             self._slabs[slab] = (fd, view)
             self.ready_bytes += size
             self.locked_bytes += size if locked else 0
             self.huge_bytes += size if huge else 0
-        self._on_ready(slab)
 
     def _memfd(self, size: int) -> tuple[int, bool]:
         wish = self._config.huge_pages

@@ -83,6 +83,59 @@ class SlabPool:
         """Take in a slab whose memory is ready and zero."""
         self._blank.append(slab)
 
+    def adopt(
+        self,
+        number: SlabId,
+        tenant: Tenant,
+        stride_bytes: int,
+        sizes: Mapping[int, int],
+        owner: OwnerId,
+    ) -> list[Slot]:
+        """Take in a slab of a tenant as an earlier life left it.
+
+        Args:
+            number: Not known yet.
+            tenant: Whose it was, with room in its share.
+            stride_bytes: Distance of two places.
+            sizes: Of the objects in it, by place; without any it is empty, but the tenant's (S1).
+            owner: Of the slots.
+
+        Returns:
+            The slots, published.
+        """
+        assert number not in self._slabs
+        assert number not in self._blank
+        assert self._held[tenant] < self.shares[tenant], "S4"
+        slab = self._slabs[number] = Slab(number, tenant)
+        self._held[tenant] += 1
+        if not sizes:
+            self._empty[tenant].append(slab)
+            return []
+        slab.cut(stride_bytes, self.slab_bytes)
+        assert set(sizes) <= set(slab.free), "S2"
+        slab.free = [index for index in slab.free if index not in sizes]
+        strides = self._strides[tenant]
+        strides[stride_bytes] = strides.get(stride_bytes, 0) + 1
+        opened = self._open.setdefault((tenant, stride_bytes), {})
+        if slab.free:
+            opened[number] = slab
+        for index, size_bytes in sizes.items():
+            self._generation += 1
+            slot = Slot(
+                generation=Generation(self._generation),
+                tenant=tenant,
+                slab=number,
+                index=index,
+                offset_bytes=index * stride_bytes,
+                size_bytes=size_bytes,
+                owner=owner,
+            )
+            slot.step(SlotEvent.RESERVE)
+            slot.step(SlotEvent.PUBLISH)
+            slab.slots[index] = slot
+            self._used[tenant] += size_bytes
+        return list(slab.slots.values())
+
     def tenant_of(self, slab: int) -> Tenant | None:
         """Return the slab's tenant, None for a blank or unknown one."""
         found = self._slabs.get(SlabId(slab))

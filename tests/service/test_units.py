@@ -133,13 +133,16 @@ def test_the_files_agree_with_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     assert toml["state_dir"] == f"/var/lib/{unit['StateDirectory']}"
     assert int(sock["SocketMode"], 8) == toml["socket_mode"]
     assert f"u {unit['User']} " in (ROOT / "systemd/kvd.sysusers").read_text()
+    from kvd.activation import FDS_MAX
     from kvd.daemon import GIVE_UP_S, TICK_S
     from kvd.health import SILENT_S
+    from kvd.keeping import KEEP_S, SLABS_MAX
     from kvd.pulse import TURN_S
 
     monkeypatch.delenv("KVD_CONFIG", raising=False)
     loaded = config.load(str(ROOT / "systemd/kvd.toml"), {"host.bytes": "64MiB"})
-    ends_s = loaded.limits.drain_s + loaded.nvme.flush_s + GIVE_UP_S
+    ends_s = loaded.limits.drain_s + loaded.nvme.flush_s + GIVE_UP_S + KEEP_S
+    assert SLABS_MAX < int(unit["FileDescriptorStoreMax"]) < FDS_MAX
     assert float(unit["TimeoutStopSec"].removesuffix("s")) > ends_s
     watchdog_s = float(unit["WatchdogSec"].removesuffix("s"))
     assert watchdog_s > 2 * max(SILENT_S, TURN_S) - 1 + TICK_S, "health is red first"
