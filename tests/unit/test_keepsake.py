@@ -23,7 +23,9 @@ PAGE, PLACES, SLABS = 4096, 4, 12
 TENANTS = (Tenant("a"), Tenant("b"))
 SMALL = Layout(4, 4, "float16", (Group("full", 1, 1, 8, PAGE),))
 RANKS = Layout(4, 4, "float16", (Group("full", 1, 1, 8, 2 * PAGE),), tp=2)
-MIXED = Layout(4, 4, "float16", (Group("full", 1, 1, 8, PAGE), Group("swa", 1, 1, 8, PAGE // 2)))
+MIXED = Layout(
+    4, 4, "float16", (Group("full", 1, 1, 8, PAGE), Group("sliding", 1, 1, 8, PAGE // 2, 8))
+)
 ME = OwnerId(1)
 ROOT = b"n" * 32
 
