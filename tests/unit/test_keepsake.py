@@ -12,6 +12,7 @@ from kvd.catalog import Catalog
 from kvd.entry import SlotState
 from kvd.keepsake import Picture, adopt, decode, encode, objects_of, picture, slabs_to_keep, wanted
 from kvd.metrics import Counters
+from kvd.policies import POLICIES
 from kvd.quota import Quota, Resource
 from kvd.tiers.slab import SlabPool
 from kvd.types import Generation, OwnerId, SlabId, Tenant
@@ -30,11 +31,14 @@ ME = OwnerId(1)
 ROOT = b"n" * 32
 
 
-def empty(slabs: int = SLABS, tenants: tuple[Tenant, ...] = TENANTS) -> Catalog:
+def empty(
+    slabs: int = SLABS, tenants: tuple[Tenant, ...] = TENANTS, policy: str = "lru"
+) -> Catalog:
     """Make a catalog without slabs."""
     pool = SlabPool(PLACES * PAGE, dict.fromkeys(tenants, slabs // len(tenants)))
     limits = dict.fromkeys(Resource, 1 << 40)
-    return Catalog(pool, Quota({tenant: dict(limits) for tenant in tenants}), Counters())
+    quota = Quota({tenant: dict(limits) for tenant in tenants})
+    return Catalog(pool, quota, Counters(), policy)
 
 
 def fresh() -> Catalog:
@@ -103,8 +107,8 @@ stores = st.lists(
 
 
 @settings(deadline=None)
-@given(stores, st.data())
-def test_what_comes_back_is_what_went(asked: list[Any], data: st.DataObject) -> None:
+@given(stores, st.sampled_from(sorted(POLICIES)), st.data())
+def test_what_comes_back_is_what_went(asked: list[Any], policy: str, data: st.DataObject) -> None:
     """Every object that was verified, and whose chain is whole, is where it was; no other is.
 
     The accounts of the new catalog are right then, and after it was filled to the brim.
@@ -121,7 +125,7 @@ def test_what_comes_back_is_what_went(asked: list[Any], data: st.DataObject) -> 
         for slab, places in everything(kept).items()
         if data.draw(st.booleans())
     }
-    new = empty()
+    new = empty(policy=policy)
     taken = adopt(new, kept, good)
     for number in set(range(SLABS)) - set(good):
         new.pool.add_blank(SlabId(number))

@@ -382,7 +382,8 @@ def test_exit_codes(
     page.write(STATS, time.monotonic_ns() - 9 * 10**9)
     assert statview.run(socket, as_json=False, watch_s=None) == 3
     assert "does not answer" in capsys.readouterr().out
-    monkeypatch.setattr(statpage, "_process", lambda _: (0, ""))
+    mapped = statpage._map
+    monkeypatch.setattr(statpage, "_map", lambda name: (mapped(name)[0], False))  # not locked
     assert statview.run(socket, as_json=False, watch_s=None) == 1
     assert "is gone" in capsys.readouterr().out
     page.close()
