@@ -57,9 +57,11 @@ def chain(made: Any) -> list[bytes]:
     return hashes[1::2]
 
 
-def output(made: Any = None, scheduled: int = 0, computed: int = 0, offers: Any = None) -> Any:
+def output(
+    made: Any = None, scheduled: int = 0, computed: int = 0, *, offers: Any = None, groups: int = 1
+) -> Any:
     """Make a step in which one request computes so many tokens."""
-    table = (list(range(1, 1 + -(-(computed + scheduled) // BLOCK))),)
+    table = (list(range(1, 1 + -(-(computed + scheduled) // BLOCK))),) * groups
     new = []
     if made is not None:
         new = [
@@ -104,9 +106,9 @@ def make_half(daemon: DaemonProcess) -> Iterator[Callable[..., Scheduler]]:
     """Make attached halves; all are closed at the end."""
     made: list[Scheduler] = []
 
-    def make(**extra: Any) -> Scheduler:
+    def make(identity: Identity = IDENTITY, **extra: Any) -> Scheduler:
         half = Scheduler(read_options({"socket": daemon.socket, "wait_s": 5, **extra}))
-        half.attach(IDENTITY)
+        half.attach(identity)
         made.append(half)
         return half
 
@@ -152,6 +154,36 @@ def test_a_step_saves_what_it_completes_and_nothing_twice(
     assert (save.parent, list(save.hashes)) == (chain(made)[1], chain(made)[2:3])
     half.finished("a")
     assert half.step(output(made, CHUNK)).saves == ()
+
+
+def test_a_state_is_saved_when_the_engine_offers_it(make_half: Callable[..., Scheduler]) -> None:
+    """With its chunk's pages, or after them; never what else lies in the table."""
+    state = kvd_client.Group("recurrent", 2, 0, 0, 4096)
+    layout = LAYOUT._replace(groups=(GROUP, state))
+    half = make_half(Identity(namespace(), layout, (BLOCK, BLOCK), BLOCK))
+    made = request("a", 4 * CHUNK + 1)
+    assert answer(half, made) == (0, False)
+    half.allocated(made, (list(range(1, 10)),) * 2, 0)
+    offers = {"a": [(1, 70, 2 * CHUNK)]}
+    (save,) = half.step(output(made, 2 * CHUNK, offers=offers, groups=2)).saves
+    assert save.blocks == ((1, 2, 3, 4), (0, 70))
+    (save,) = half.step(output(made, CHUNK, 2 * CHUNK, groups=2)).saves
+    assert save.blocks == ((5, 6), (0,))
+    offers = {"a": [(1, 71, 3 * CHUNK), (1, 72, 4 * CHUNK + BLOCK)]}
+    (save,) = half.step(output(made, 1, 3 * CHUNK, offers=offers, groups=2)).saves
+    assert (save.parent, list(save.hashes)) == (chain(made)[1], chain(made)[2:3])
+    assert save.blocks == ((0, 0), (71,))
+
+
+def test_pages_that_the_engine_shares_in_part_are_not_written(
+    make_half: Callable[..., Scheduler], connect: Callable[..., kvd_client.Client]
+) -> None:
+    """What the engine has ends inside a page: it may be another request's, too."""
+    made = request("a", 4 * CHUNK)
+    store(connect(layout=LAYOUT), chain(made))
+    half = make_half()
+    assert half.matched(made, BLOCK // 2) == (0, False)
+    assert answer(half, made, BLOCK)[0]
 
 
 @pytest.mark.parametrize(
