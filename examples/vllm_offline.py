@@ -1,9 +1,11 @@
-"""kvd in vLLM: two engines, one after the other, and a prompt that only the first computes.
+"""kvd in vLLM: a prompt that only the first engine computes.
 
 On a CPU, in a checkout (`make setup-vllm` makes the environment, `make setup` the daemon's):
 
     .venv/bin/kvd serve --host-bytes 1GiB &
     .venv-vllm/bin/python examples/vllm_offline.py --model FOLDER_OR_NAME
+
+Start it twice: the second engine loads what the first one stored.
 
 With a GPU, and CuPy in vLLM's environment, the same connector is given to the server (not tried on
 one yet, docs/vllm.md):
@@ -16,7 +18,6 @@ one yet, docs/vllm.md):
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 import time
@@ -57,20 +58,14 @@ def answer(model: str, socket: str | None) -> None:
 
 
 def main() -> None:
-    """Run two engines in turn."""
+    """Run one engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a model's folder, or its name")
     parser.add_argument("--socket", help="kvd's socket (default: the usual place)")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    spawn = multiprocessing.get_context("spawn")
-    for _ in range(2):
-        engine = spawn.Process(target=answer, args=(options.model, options.socket))
-        engine.start()
-        engine.join()
-        if engine.exitcode:
-            sys.exit(engine.exitcode)
+    answer(options.model, options.socket)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
+from bench._vllm import PYTHON
+from kvd.demo import model
+from tests.engines.vllm_kit import needs_vllm
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def run(daemon: Any, name: str, *arguments: str) -> str:
+def run(daemon: Any, name: str, *arguments: str, python: str = sys.executable) -> str:
     """Run an example against a daemon; its output."""
     path = ROOT / "examples" / name
     done = subprocess.run(
-        [sys.executable, path, "--socket", daemon.socket, *arguments],
+        [python, path, "--socket", daemon.socket, *arguments],
         check=False,
         capture_output=True,
         text=True,
@@ -53,3 +57,20 @@ def test_sglang_hicache(daemon: Any, tmp_path: Path) -> None:
     assert f"model {tmp_path.name}, weights" in run(
         daemon, "sglang_hicache.py", "--model", str(tmp_path)
     )
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_offline(make_daemon: Any) -> None:
+    """The second engine loads at once what the first one computed, and answers the same."""
+    folder = str(model.prepare())
+    daemon = make_daemon(host_bytes=256 << 20)
+    daemon.start()
+    runs = [
+        run(daemon, "vllm_offline.py", "--model", folder, python=str(PYTHON)).splitlines()
+        for _ in range(2)
+    ]
+    loaded = [[int(line.split(" tokens, ")[1].split()[0]) for line in lines] for lines in runs]
+    assert loaded == [[0, 1024], [1024, 1024]]
+    assert runs[0][1].partition(" s: ")[2] == runs[1][1].partition(" s: ")[2]
