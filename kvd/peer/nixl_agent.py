@@ -40,7 +40,6 @@ TUNED: Final[dict[Transport, dict[str, str]]] = {
         "UCX_TCP_RX_SEG_SIZE": "1m",
         "UCX_TCP_SNDBUF": "auto",
         "UCX_TCP_RCVBUF": "auto",
-        "UCX_NT_BUFFER_TRANSFER_MIN": "64k",
         "UCX_TCP_USER_TIMEOUT": "5s",
         "UCX_TCP_KEEPIDLE": "2s",
         "UCX_TCP_KEEPINTVL": "1s",
