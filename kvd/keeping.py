@@ -235,6 +235,7 @@ class Return:
         """Wait for all, put what is good into the catalog; return the slabs taken up."""
         if self._kept is None:
             return 0
+        notify.status("verifying the host memory of the life before")
         await self._over.wait()
         chunks = keepsake.adopt(catalog, self._kept.picture, self._good)
         wrong = sum(len(slab.objects) for slab in self.slabs.values())

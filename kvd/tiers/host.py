@@ -93,7 +93,7 @@ class HostTier:
                     break
                 if xxhash.xxh3_128_digest(memoryview(view)[offset : offset + length]) == digest:
                     good.add(place)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             os.close(kept.fd)
             self._on_kept(slab, None)
             self._note(f"a slab of the life before cannot be used: {error}")
