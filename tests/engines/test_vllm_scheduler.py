@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import kvd_client
-from kvd_client.vllm.identity import Identity
+from kvd_client.vllm.messages import Identity
 from kvd_client.vllm.options import read_options
 from kvd_client.vllm.scheduler import Scheduler
 from tests.daemon_fixture import namespace, store

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvd_client.errors import Unsupported
-from kvd_client.vllm.identity import Identity, adapter_hash, describe
+from kvd_client.vllm.identity import adapter_hash, describe
 from kvd_client.vllm.options import Options
+
+if TYPE_CHECKING:
+    from kvd_client.vllm.messages import Identity
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 
 from kvd_client.identity import Group, Layout, Namespace
 from kvd_client.vllm import saving
-from kvd_client.vllm.identity import Identity
+from kvd_client.vllm.messages import Identity
 from kvd_client.vllm.options import BadOption, read_options
 
 

@@ -29,8 +29,7 @@ from kvd_client.vllm.telemetry import KvdKept, KvdPromMetrics, KvdStats, stored_
 from kvd_client.vllm.worker import Worker
 
 if TYPE_CHECKING:
-    from kvd_client.vllm.identity import Identity
-    from kvd_client.vllm.messages import Step
+    from kvd_client.vllm.messages import Identity, Step
 
 logger = logging.getLogger("kvd_client.vllm")
 

@@ -18,10 +18,11 @@ import json
 import math
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd_client.errors import Unsupported
 from kvd_client.identity import DTYPES, Group, Layout, Namespace
+from kvd_client.vllm.messages import Identity
 from kvd_client.weights import model_place, weights_digest
 
 if TYPE_CHECKING:
@@ -42,35 +43,6 @@ ROPES_OF_LENGTH: Final = frozenset({"longrope", "su", "dynamic"})
 """Rotary embeddings that depend on the longest prompt the engine takes."""
 _VOLATILE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 _VERSION: Final = "kvd-vllm-1"
-
-
-class Identity(NamedTuple):
-    """What an engine tells kvd it is.
-
-    Attributes:
-        namespace: Without the salt, which each process reads for itself.
-        layout: Of one rank's objects.
-        page_tokens: Tokens a page, for each of the engine's groups.
-        hash_tokens: Tokens that each of the engine's block hashes covers.
-    """
-
-    namespace: Namespace
-    layout: Layout
-    page_tokens: tuple[int, ...]
-    hash_tokens: int
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The engine's blocks a chunk, for each group."""
-        return tuple(self.layout.chunk_tokens // size for size in self.page_tokens)
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """Pages of these that a chunk keeps, its last ones: of states, the one at its end."""
-        return tuple(
-            1 if group.kind == "recurrent" else count
-            for group, count in zip(self.layout.groups, self.blocks, strict=True)
-        )
 
 
 def describe(

@@ -5,7 +5,10 @@ A block id of 0 is vLLM's null block and never holds data: here it means "not th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvd_client.identity import Layout, Namespace
 
 
 class Load(NamedTuple):
@@ -59,3 +62,32 @@ class Step(NamedTuple):
     saves: tuple[Save, ...] = ()
     reused: tuple[int, ...] = ()
     tokens: int = 0
+
+
+class Identity(NamedTuple):
+    """What an engine tells kvd it is.
+
+    Attributes:
+        namespace: Without the salt, which each process reads for itself.
+        layout: Of one rank's objects.
+        page_tokens: Tokens a page, for each of the engine's groups.
+        hash_tokens: Tokens that each of the engine's block hashes covers.
+    """
+
+    namespace: Namespace
+    layout: Layout
+    page_tokens: tuple[int, ...]
+    hash_tokens: int
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The engine's blocks a chunk, for each group."""
+        return tuple(self.layout.chunk_tokens // size for size in self.page_tokens)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of these that a chunk keeps, its last ones: of states, the one at its end."""
+        return tuple(
+            1 if group.kind == "recurrent" else count
+            for group, count in zip(self.layout.groups, self.blocks, strict=True)
+        )

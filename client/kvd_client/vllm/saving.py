@@ -9,7 +9,7 @@ from kvd_client.vllm.messages import Save
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvd_client.vllm.identity import Identity
+    from kvd_client.vllm.messages import Identity
 
     Table = tuple[Sequence[int], ...]
     """Block ids of one request, for each of the engine's groups."""

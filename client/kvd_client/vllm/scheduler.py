@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvd_client.handles import Found, Lease, Ticket
-    from kvd_client.vllm.identity import Identity
+    from kvd_client.vllm.messages import Identity
     from kvd_client.vllm.options import Options
 
 SOON_S: Final = 0.001

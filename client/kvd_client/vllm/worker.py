@@ -15,7 +15,7 @@ from kvd_client.client import Client
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
 from kvd_client.salt import read_salt
-from kvd_client.vllm.identity import Identity, describe
+from kvd_client.vllm.identity import describe
 from kvd_client.vllm.mover import CLOSE_S, Ended, Mover
 from kvd_client.vllm.pages import find_pages
 from kvd_client.vllm.stats import Counts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvd_client.vllm.gpu_pages import GpuPages
-    from kvd_client.vllm.messages import Step
+    from kvd_client.vllm.messages import Identity, Step
     from kvd_client.vllm.options import Options
     from kvd_client.vllm.pages import Pages
 
