@@ -244,4 +244,4 @@ def test_a_step_is_timed_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Event.reached_ms = 1e9
     watch.begin()
     assert len(watch.end(0)) == UNREAD_MAX
-    assert type(stopwatch("cpu")) is Stopwatch
+    assert type(stopwatch(on_gpu=False)) is Stopwatch

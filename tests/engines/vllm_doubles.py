@@ -9,8 +9,10 @@ import time
 from typing import Any
 
 from kvd_client.vllm import pages
+from kvd_client.vllm import worker as worker_half
 from kvd_client.vllm.connector import KvdConnector
 from kvd_client.vllm.pages import Pages
+from kvd_client.vllm.stopwatch import Stopwatch
 from tests.gpu.fake_device import FakeDevice
 
 
@@ -66,6 +68,7 @@ class FakeGpuConnector(KvdConnector):
         device = FakeDevice(seed=11)
         device.begin_life()
         pages.open_device = lambda _: device  # type: ignore[assignment]
+        vars(worker_half)["stopwatch"] = lambda **_: Stopwatch()  # no events to time it by
         super().register_kv_caches(kv_caches)
         worker = self._worker
         assert worker is not None

@@ -43,6 +43,7 @@ LEFT_OUT: Final = -1
 class GpuPages:
     """The pages of one rank on its GPU. Any thread; owns GPU memory for staging until `close`."""
 
+    on_gpu: Final = True
     piece_bytes: Final = 256 << 20
     """Reserved, copied and published at a time: some 5 ms on a PCIe 5 bus."""
 

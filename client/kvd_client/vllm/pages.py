@@ -71,6 +71,7 @@ class Pages:
     `mark`, `wait`, `epoch` and `close` are for pages that lie elsewhere (`gpu_pages.py`).
     """
 
+    on_gpu: Final = False
     piece_bytes: Final = 16 << 20
     """Reserved, copied and published at a time: some 5 ms."""
 

@@ -71,9 +71,9 @@ class GpuStopwatch(Stopwatch):
         return steps
 
 
-def stopwatch(device_type: str) -> Stopwatch:
+def stopwatch(*, on_gpu: bool) -> Stopwatch:
     """Return the one for where the engine computes."""
-    if device_type != "cuda":
+    if not on_gpu:
         return Stopwatch()
     import torch
 

@@ -75,7 +75,7 @@ class Worker:
         self._pages = find_pages(self._caches, tensors, identity.pages, copier)
         for group, pages in zip(identity.layout.groups, self._pages.groups, strict=True):
             assert group.object_bytes == pages.object_bytes
-        self._stopwatch = stopwatch(next(iter(tensors.values())).device.type)
+        self._stopwatch = stopwatch(on_gpu=self._pages.on_gpu)
         self.identity = identity
         self._connect()
 
