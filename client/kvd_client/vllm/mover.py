@@ -222,9 +222,13 @@ class Mover:
         """
         self._client.poll()  # sees that the session was lost; the scheduler half has a new one
         self._client.greet(self._client.wait_s)
+        asked = time.perf_counter()
         with self._client.attach(load.token) as lease:
             if not lease:
-                raise KvdError("kvd does not answer, or the lease has ended")
+                waited_s = time.perf_counter() - asked
+                late = waited_s >= self._client.wait_s
+                what = "kvd does not answer" if late else "its lease has ended, or kvd went away"
+                raise KvdError(f"{what} (asked for {waited_s:.3f} s)")
             try:
                 size = self._pages.load(self._pieces(load, lease), self._client.epoch)
             except Lost:
