@@ -13,7 +13,17 @@ from bench._fleet import wait_for
 from kvd.peer.messages import CHUNKS_MAX
 from tests.daemon_fixture import CHUNK_TOKENS, load, store
 from tests.peer.conftest import PEER
-from tests.peer.test_fleet import CHUNKS, MANY, Loading, at_rest, fetched, known, loads, page, prefix
+from tests.peer.test_fleet import (
+    CHUNKS,
+    MANY,
+    Loading,
+    at_rest,
+    fetched,
+    known,
+    loads,
+    page,
+    prefix,
+)
 
 if TYPE_CHECKING:
     from bench._fleet import Fleet
