@@ -59,11 +59,16 @@ def prove(engine: Any, daemon: DaemonProcess) -> None:
 
 
 def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]) -> None:
-    """With TP=2 each rank loads its own part, under one lease."""
+    """With TP=2 each rank loads its own part, under one lease.
+
+    Workers that wait by `sched_yield` beside others that compute may keep a third process, here the
+    daemon, from running for ten seconds (Linux 6.18 does that): hence the patience.
+    """
     engine = start_engine(
         save_llama(tmp_path / "model"),
         daemon.socket,
         **SMALL,
+        extra={"wait_s": 45},
         tensor_parallel_size=2,
         multiprocess=True,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
