@@ -111,6 +111,14 @@ class Client:
         """Wait for a ticket, at most `wait_s` (default: the client's); then it is a miss."""
         return self._link.wait(ticket, self.wait_s if wait_s is None else wait_s)
 
+    @property
+    def owed(self) -> bool:
+        """Whether a wait was given up whose reply may still bring a lease or slots.
+
+        They are given back by the next call, whichever; who makes none for long calls `poll`.
+        """
+        return self._link.owed
+
     def poll(self) -> list[Ticket[Any]]:
         """Return the tickets that have ended since the last look, without waiting."""
         with self._link.lock:

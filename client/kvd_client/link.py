@@ -93,6 +93,12 @@ class Link:
         connection = self.connection
         return connection if connection is not None and connection.greeted else None
 
+    @property
+    def owed(self) -> bool:
+        """Whether a reply is still to come that may bring what has to be given back."""
+        with self.lock:
+            return any(ticket.abandoned for ticket in self._pending.values())
+
     def greet(self, timeout_s: float) -> None:
         """Try to have a session within `timeout_s`.
 

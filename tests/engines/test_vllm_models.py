@@ -38,37 +38,40 @@ SMALL: dict[str, Any] = {
 }
 
 
+def load(engine: Any, daemon: DaemonProcess, answer: list[list[int]]) -> dict[str, Any]:
+    """Load all of the prompt; a load that failed was computed, with the right answer, and is asked
+    for again: beside workers that wait by `sched_yield` and others that compute, the scheduler of
+    Linux 6.18 keeps a daemon from running for ten seconds at times.
+    """
+    for _ in range(4):
+        reset(engine)
+        loaded: dict[str, Any] = engine.generate([LONG], ANSWER)
+        settled(daemon)
+        if loaded["cached"] == [8 * CHUNK]:
+            return loaded
+        assert loaded["tokens"] == answer
+    pytest.fail("nothing was loaded")
+
+
 def prove(engine: Any, daemon: DaemonProcess) -> None:
     """What is loaded answers as the engine's own hit, and other bytes do not."""
     assert engine.generate([LONG], ANSWER)["cached"] == [0]
     own = engine.generate([LONG], ANSWER)
     assert own["cached"] == [8 * CHUNK]
     saved(daemon)
-    reset(engine)
-    loaded = engine.generate([LONG], ANSWER)
-    assert loaded["cached"] == [8 * CHUNK]
-    assert loaded["tokens"] == own["tokens"]
-    settled(daemon)
-    reset(engine)
+    assert load(engine, daemon, own["tokens"])["tokens"] == own["tokens"]
     assert poison(daemon)
-    poisoned = engine.generate([LONG], ANSWER)
-    assert poisoned["cached"] == [8 * CHUNK]
+    poisoned = load(engine, daemon, own["tokens"])
     assert poisoned["tokens"] != own["tokens"], "what was loaded makes no difference"
     reset(engine)
-    settled(daemon)
 
 
 def test_two_ranks(daemon: DaemonProcess, tmp_path: Path, start_engine: Callable[..., Any]) -> None:
-    """With TP=2 each rank loads its own part, under one lease.
-
-    Workers that wait by `sched_yield` beside others that compute may keep a third process, here the
-    daemon, from running for ten seconds (Linux 6.18 does that): hence the patience.
-    """
+    """With TP=2 each rank loads its own part, under one lease."""
     engine = start_engine(
         save_llama(tmp_path / "model"),
         daemon.socket,
         **SMALL,
-        extra={"wait_s": 45},
         tensor_parallel_size=2,
         multiprocess=True,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},

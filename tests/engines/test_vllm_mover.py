@@ -5,6 +5,7 @@ Once with pages in host memory, once on a fake GPU whose streams move in random 
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from kvd_client.vllm.messages import Load, Save
 from kvd_client.vllm.mover import Mover
 from kvd_client.vllm.pages import GroupPages, Pages, Piece
 from kvd_client.vllm.stats import Counts
+from tests.engines.vllm_kit import stats
 from tests.gpu.fake_device import FakeDevice
 
 if TYPE_CHECKING:
@@ -226,6 +228,30 @@ def test_a_session_lost_in_a_load_fails_it(rank: Rank, monkeypatch: pytest.Monke
     monkeypatch.setattr(rank.pages, "load", load_and_lose)
     ended = rank.load(0, blocks, 1)
     assert (ended.failed, ended.bad_blocks) == ({"r"}, set(range(1, 9)))
+
+
+def test_a_lease_that_comes_too_late_is_given_back(
+    rank: Rank, daemon: DaemonProcess, connect: Callable[..., kvd_client.Client]
+) -> None:
+    """The load has failed for want of an answer; nothing more is asked for, and nothing is held."""
+    blocks = (tuple(range(1, 5)), tuple(range(5, 9)))
+    rank.mover.save(Save("r", b"", (CHAIN[0],), blocks))
+    rank.wait()
+    scheduler = connect(layout=rank.client.layout)
+    lease = scheduler.acquire(CHAIN[:1], read=False)
+    assert lease
+    rank.client.wait_s = 0.3
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        rank.mover.load(Load("r", lease.token, 0, blocks, wait=False))
+        assert rank.ended().failed == {"r"}
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    lease.release()
+    until = time.monotonic() + 30
+    while stats(daemon)["leases"] or stats(daemon)["host"]["pinned_bytes"]:
+        assert time.monotonic() < until, "a lease is held for a load that is over"
+        time.sleep(0.05)
 
 
 def test_no_address_outside_the_allocation(rank: Rank) -> None:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SAVES_MAX: Final = 256
 """Saves that may wait; more are dropped, and counted."""
 FILL_S: Final = 30.0
+OWED_S: Final = 0.2
+"""Between looks for late replies, which bring what has to be given back."""
 CLOSE_S: Final = 10.0
 """How long an engine's end waits for saves."""
 
@@ -181,7 +183,8 @@ class Mover:
         while True:
             with self._changed:
                 while not (self._loads or self._saves or self._closing):
-                    self._changed.wait()
+                    if not self._changed.wait(OWED_S if self._client.owed else None):
+                        self._client.poll()
                 job = None
                 if not self._loads:
                     if not self._saves:
