@@ -142,6 +142,9 @@ def test_a_gpu_that_dies_in_a_copy_gives_nothing_back(rank: Rank, daemon: Daemon
     host = stats(daemon)["host"]
     assert host["reserved_bytes"] + host["quarantined_bytes"] >= SIZE, "the slot was given back"
     rank.device.fail_after = -1
+    pinned = dict(rank.device.registered)
+    rank.pages.close()
+    assert rank.device.registered == pinned, "the GPU may still read it"
     lease.release()
 
 

@@ -130,6 +130,7 @@ class Mover:
         self._running: list[_Running] = []
         self._wake = threading.Condition()
         self._closing = False
+        self._lost = False
         self._thread: threading.Thread | None = None
         self._upload_planes()
 
@@ -202,7 +203,7 @@ class Mover:
             while self.turn() and self._clock() < deadline:
                 pass
         if self._running or self.broken:
-            return not self._running
+            return not (self._running or self._lost)
         self.device.free(self._memory)
         return True
 
@@ -259,6 +260,7 @@ class Mover:
             self.broken = why
             waiting, self._queue = self._queue, deque()
         lost, self._running = self._running, []
+        self._lost |= bool(lost)
         for running in lost:
             running.transfer.end(State.LOST)
         for transfer in waiting:
