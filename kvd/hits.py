@@ -46,6 +46,9 @@ def tokens_by_tier(
         on_gpu: Tells whether all that rank 0 reads of a chunk may be read from GPU memory.
     """
     counts = by_tier()
+    if had is None and on_gpu is None:
+        counts["host"] = tokens * len(chunks)
+        return counts
     for chunk in chunks:
         tier = "host"
         if had is not None:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 from typing import TYPE_CHECKING, Final
 
 from kvd import log
@@ -27,6 +28,7 @@ SPACES_MAX: Final = 512
 """Remembered; of more, those that were stored longest ago are forgotten."""
 FILE_BYTES_MAX: Final = 128 * SPACES_MAX
 SAVE_S: Final = 60.0
+CLOSE_S: Final = 2.0
 CHANGE: Final = 0.1
 """A rate that has changed by less than this share is not worth a write."""
 
@@ -54,9 +56,11 @@ class Prefills:
                 await asyncio.to_thread(self._save)
 
     def close(self) -> None:
-        """Store what has changed."""
+        """Store what has changed; a disk that hangs holds the daemon's end up for CLOSE_S only."""
         if self._take_in():
-            self._save()
+            saving = threading.Thread(target=self._save, name="prefills", daemon=True)
+            saving.start()
+            saving.join(CLOSE_S)
 
     def _take_in(self) -> bool:
         """Bring the table up to date; tell whether it is worth a write."""

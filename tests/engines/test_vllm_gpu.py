@@ -173,6 +173,22 @@ def test_what_one_transfer_cannot_take_goes_in_several(
         assert (found == rank.memory[:, 1 + PAGES * n : 1 + PAGES * (n + 1)]).all()
 
 
+def test_a_copy_with_a_wrong_part_begins_none_of_it(rank: Rank) -> None:
+    """Whoever hears of the mistake gives slots back at once: nothing may be on its way to them."""
+    rank.device.held.set()
+    buffers = [memoryview(bytearray(SIZE)) for _ in range(2)]
+    pieces = [Piece(0, IDS, buffers[0]), Piece(1, (1, 2, 3, BLOCKS), buffers[1])]
+    two = GpuPages([rank.group, rank.group], BLOCKS, rank.device)
+    before = {stream: len(work) for stream, work in rank.device.streams.items()}
+    with pytest.raises(AssertionError):
+        two.save(pieces, 1)
+    time.sleep(0.05)
+    assert {stream: len(work) for stream, work in rank.device.streams.items()} == before
+    rank.device.held.clear()
+    until(rank.device.idle)
+    two.close()
+
+
 @pytest.mark.parametrize(("memory_bytes", "words"), [(1 << 20, "out of memory"), (1 << 30, "set")])
 def test_a_gpu_that_will_not_do_keeps_kvd_out(memory_bytes: int, words: str) -> None:
     """Too little memory, or pages larger than a stage: a line that says so, nothing is kept."""

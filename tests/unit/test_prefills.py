@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,6 +81,23 @@ def test_a_small_change_is_not_worth_a_write(tmp_path: Path) -> None:
     space.gate.prefill.observe(1050, 1.0)
     host.prefills.close()
     assert (tmp_path / NAME).stat().st_mtime_ns == before
+
+
+def test_a_disk_that_hangs_does_not_hold_the_end_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drain's own bounds are for what matters."""
+    go = threading.Event()
+    monkeypatch.setattr("kvd.prefills.CLOSE_S", 0.05)
+    monkeypatch.setattr("kvd.prefills.replace_json", lambda *_: go.wait(30))
+    host = Host(tmp_path)
+    host.enter().gate.prefill.observe(3000, 2.0)
+    ending = threading.Thread(target=host.prefills.close)
+    ending.start()
+    ending.join(20)
+    held_up = ending.is_alive()
+    go.set()
+    assert not held_up
 
 
 def test_the_table_is_bounded(tmp_path: Path) -> None:

@@ -154,23 +154,21 @@ class GpuPages:
     def _copy(self, pieces: Sequence[Piece], epoch: int, direction: Direction) -> int:
         self._enter(epoch)
         try:
-            begun: list[Transfer] = []
-            size = 0
-            for number in range(len(self.groups)):
-                own = [piece for piece in pieces if piece.group == number]
-                size += sum(map(self._bytes, own))
-                for part in self._parts(number, own):
-                    transfer = self._transfer(number, part, epoch, direction)
-                    begun.append(transfer)
-                    self._movers[number].submit(transfer)
-            for transfer in begun:
+            transfers = [
+                (number, self._transfer(number, part, epoch, direction))
+                for number in range(len(self.groups))
+                for part in self._parts(number, [p for p in pieces if p.group == number])
+            ]  # all of them before one is begun: what raises here leaves nothing under way (G2)
+            for number, transfer in transfers:
+                self._movers[number].submit(transfer)
+            for _, transfer in transfers:
                 transfer.wait(2 * LOST_S)
-            states = {transfer.state for transfer in begun}
+            states = {transfer.state for _, transfer in transfers}
             if states - {State.DONE, State.FAILED}:
                 raise Lost("the GPU has failed in the middle of a copy")
             if State.FAILED in states:
                 raise KvdError("the GPU's copies were refused")
-            return size
+            return sum(map(self._bytes, pieces))
         finally:
             with self._guard:
                 self._busy -= 1

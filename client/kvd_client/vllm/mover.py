@@ -181,16 +181,20 @@ class Mover:
 
     def _run(self) -> None:
         while True:
+            owed = self._client.owed
             with self._changed:
-                while not (self._loads or self._saves or self._closing):
-                    if not self._changed.wait(OWED_S if self._client.owed else None):
-                        self._client.poll()
+                work = self._changed.wait_for(
+                    lambda: bool(self._loads or self._saves or self._closing),
+                    OWED_S if owed else None,
+                )
                 job = None
-                if not self._loads:
+                if work and not self._loads:
                     if not self._saves:
                         return
                     job = self._saving = self._saves.popleft()
-            if job is None:
+            if not work:
+                self._client.poll()  # not under the lock that the engine's thread takes
+            elif job is None:
                 self._help_loads()
             else:
                 self._save(job)
