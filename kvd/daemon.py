@@ -1,4 +1,4 @@
-"""The composition root: builds the parts, runs the loop, drains in order.
+"""The composition root: puts the parts together, runs the loop, drains in order.
 
 One thread runs the loop and is the only one that touches catalog, leases, quotas and sessions.
 The fault threads make memory and report through `call_soon_threadsafe`.
@@ -19,14 +19,13 @@ import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvd import __version__, activation, keeping, log, memory, notify, rates
+from kvd import __version__, activation, keeping, log, memory, notify, parts
 from kvd.admin.side import AdminSide
 from kvd.catalog import Catalog
 from kvd.clock import MonotonicClock, epoch_now
 from kvd.errors import RefusedSession, StartError
 from kvd.events.feed import EventFeed
 from kvd.failpoints import maybe_fault, maybe_hang
-from kvd.gpu import GpuSide
 from kvd.http_child import HttpChild
 from kvd.ipc.admin import AdminDoor
 from kvd.ipc.dispatch import Dispatcher
@@ -35,7 +34,7 @@ from kvd.ipc.session import Session
 from kvd.lease import LeaseBook
 from kvd.lockfile import LockFile
 from kvd.metrics import Counters
-from kvd.peer.joining import join
+from kvd.peer import joining
 from kvd.prefills import Prefills
 from kvd.pulse import Pulse
 from kvd.quota import Quota, Resource
@@ -52,10 +51,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Coroutine
 
-    from kvd.cold import ColdTier
     from kvd.config import Config
     from kvd.entry import Space
-    from kvd.peer.peers import Peers
     from kvd.side import Side
     from kvd_client.identity import Layout
 
@@ -84,14 +81,19 @@ class Daemon:
         count = config.host.slab_count
         shares = {Tenant(t.name): int(count * t.host_share + 1e-9) for t in config.tenants}
         self.pool = SlabPool(self.slab_bytes, shares)
-        self.quota = Quota({t: self._limits(slabs) for t, slabs in shares.items()})
+        self.quota = Quota(
+            {
+                t: parts.limits_of(config.limits, slabs * self.slab_bytes)
+                for t, slabs in shares.items()
+            }
+        )
         self.catalog = Catalog(self.pool, self.quota, self.counters, config.host.policy)
         self.leases = LeaseBook()
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
-        self.cold = self._cold_tier() if config.nvme.size_bytes else None
-        self.directory = join(config, self.catalog, self.clock, self.epoch)
-        self.gpu = self._gpu_side() if config.gpu.size_bytes else None
-        self.peers = self._peers() if config.peer.address and config.transfer.shared else None
+        self.cold = parts.cold_tier(self)
+        self.directory = joining.join(config, self.catalog, self.clock, self.epoch)
+        self.gpu = parts.gpu_side(self)
+        self.peers = joining.peers(self)
         self.dispatcher = Dispatcher(
             self.catalog,
             self.leases,
@@ -120,45 +122,6 @@ class Daemon:
         self._slabs_made = 0
         self._return: keeping.Return
         self._bug: BaseException | None = None
-
-    def _cold_tier(self) -> ColdTier:
-        from kvd.cold import ColdTier  # here, so that host memory alone needs fewer libraries
-        from kvd.tiers.nvme import NvmeStore
-
-        nvme = self.config.nvme
-        begin = rates.read(self.config.state_dir)
-        return ColdTier(self.catalog, self.tier, NvmeStore(nvme.store(), self.loop), nvme, begin)
-
-    def _peers(self) -> Peers:
-        from kvd.peer.peers import Peers
-
-        if self.directory is None:
-            raise StartError("[peer] shared is set without a directory: set [peer] directory")
-        return Peers(
-            self.loop,
-            self.clock,
-            self.catalog,
-            self.tier,
-            self.cold,
-            epoch=self.epoch,
-            peer=self.config.peer,
-            transfer=self.config.transfer,
-            directory=self.directory,
-        )
-
-    def _gpu_side(self) -> GpuSide:
-        knobs, size = self.config.gpu, self.slab_bytes
-        return GpuSide(self.catalog, knobs, self.tier, size, epoch=self.epoch, loop=self.loop)
-
-    def _limits(self, slabs: int) -> dict[Resource, int]:
-        limits = self.config.limits
-        share_bytes = slabs * self.slab_bytes
-        return {
-            Resource.SESSIONS: limits.sessions,
-            Resource.LEASES: limits.sessions * limits.leases_per_session,
-            Resource.PINNED_BYTES: int(share_bytes * limits.pinned_share),
-            Resource.FILLING_BYTES: int(share_bytes * limits.filling_share),
-        }
 
     # ---------------------------------------------------------------- from the fault threads
 

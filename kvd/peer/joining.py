@@ -1,4 +1,4 @@
-"""Joins a fleet: makes the directory that the configuration asks for."""
+"""Joins a fleet: makes the directory and the peers that the configuration asks for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Config
+    from kvd.daemon import Daemon
+    from kvd.peer.peers import Peers
     from kvd.peer.redis_directory import RedisDirectory
 
 
@@ -35,4 +37,30 @@ def join(config: Config, catalog: Catalog, clock: Clock, epoch: int) -> RedisDir
         clock,
         epoch,
         tells=lambda space: not transfer.shared or transfer.gives(space.tenant, space.label),
+    )
+
+
+def peers(daemon: Daemon) -> Peers | None:
+    """Build what fetches from other hosts and gives to them, None for none.
+
+    Raises:
+        StartError: There is no directory to find them by.
+    """
+    config = daemon.config
+    if not (config.peer.address and config.transfer.shared):
+        return None
+    from kvd.peer.peers import Peers
+
+    if daemon.directory is None:
+        raise StartError("[peer] shared is set without a directory: set [peer] directory")
+    return Peers(
+        daemon.loop,
+        daemon.clock,
+        daemon.catalog,
+        daemon.tier,
+        daemon.cold,
+        epoch=daemon.epoch,
+        peer=config.peer,
+        transfer=config.transfer,
+        directory=daemon.directory,
     )

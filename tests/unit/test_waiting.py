@@ -9,8 +9,9 @@ import pytest
 
 from kvd.config import Limits
 from kvd.cost import Rates
+from kvd.ipc.acquiring import WAITING_MAX
 from kvd.ipc.caller import Caller
-from kvd.ipc.dispatch import WAITING_MAX, Dispatcher
+from kvd.ipc.dispatch import Dispatcher
 from kvd.lease import LeaseBook
 from kvd.quota import Resource
 from kvd_client import wire

@@ -1,0 +1,328 @@
+"""What a session may read: acquires, those that wait, attaches, releases.
+
+Synchronous, on the loop. An acquire that waits (`waiting.py`) is answered once, later.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kvd.hits import bytes_by_tier, had_of, tokens_by_tier
+from kvd.ipc.waiting import Fetching, Waiting, no_lease
+from kvd.lease import Lease
+from kvd.places import places_of
+from kvd.prefix import warm_length
+from kvd.quota import Resource
+from kvd.types import LeaseId
+from kvd_client import wire
+from kvd_client.wire import Status
+
+if TYPE_CHECKING:
+    from kvd.catalog import Catalog
+    from kvd.clock import Clock
+    from kvd.config import Limits
+    from kvd.entry import Chunk
+    from kvd.hits import Had
+    from kvd.ipc.caller import Caller
+    from kvd.ipc.seams import GpuSide, Reach, Riser
+    from kvd.ipc.waiting import Later
+    from kvd.ipc.worth import Worth
+    from kvd.lease import LeaseBook
+    from kvd.measures import Usage
+    from kvd.metrics import Counters
+    from kvd.types import OwnerId
+
+_MS = 1_000_000
+WAITING_MAX = 64
+"""Most acquires of one session that wait for promotions."""
+
+
+def usages(counters: Counters, caller: Caller) -> tuple[Usage, Usage]:
+    """Return what counts for the tenant and for the namespace."""
+    return counters.measures.usage(caller.tenant), caller.space.usage
+
+
+class Acquires:
+    """Grants leases and takes them back; owns the acquires that wait."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        leases: LeaseBook,
+        limits: Limits,
+        clock: Clock,
+        worth: Worth,
+        *,
+        riser: Riser | None,
+        gpu: GpuSide | None,
+        reach: Reach | None,
+    ) -> None:
+        """Share the loop's state."""
+        self._gpu = gpu
+        self._riser = riser
+        self._reach = reach
+        self._worth = worth
+        self._waiting: dict[OwnerId, set[Waiting]] = {}
+        self._fetching: dict[OwnerId, set[Fetching]] = {}
+        self._catalog = catalog
+        self._leases = leases
+        self._limits = limits
+        self._clock = clock
+        self._counters: Counters = catalog.counters
+        self._next_lease = 0
+        self.draining = False
+
+    def acquire(
+        self, caller: Caller, ask: wire.Acquire, later: Later, had: Had | None = None
+    ) -> wire.AcquireReply | None:
+        """Grant what is asked for; `had` is what was here before other hosts were asked."""
+        refusal = self._lease_refusal(caller)
+        if refusal is not Status.OK:
+            return no_lease(ask.request, ask.first, refusal)
+        most = wire.HASHES_MAX // len(caller.space.layout.groups)  # what one reply can tell
+        hashes = wire.split_hashes(ask.hashes)[: ask.first + most]
+        if self._reach is not None and had is None and self._fetch(caller, ask, hashes, later):
+            return None
+        chunks = self._catalog.hold(caller.space, hashes, ask.first)
+        if not chunks:
+            self._counters.acquires_missed += 1
+            return no_lease(ask.request, ask.first, Status.MISS)
+        if self._riser is None or all(chunk.ready for chunk in chunks):
+            return self._settle(caller, ask, chunks, had)
+        if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
+            self._catalog.unpin(chunks)
+            return no_lease(ask.request, ask.first, Status.OVER_QUOTA)
+        return self._wait(caller, ask, chunks, later, had_of(chunks) if had is None else had)
+
+    def _fetch(self, caller: Caller, ask: wire.Acquire, hashes: list[bytes], later: Later) -> bool:
+        """Have other hosts asked for what is missing of a chain; what is here is held meanwhile."""
+        assert self._reach is not None
+        space = caller.space
+        here = self._catalog.usable(space, hashes)
+        waiting = self._fetching.get(caller.owner, set())
+        first = self._worth.from_peers(space, hashes, here)
+        if first >= len(hashes) or len(waiting) >= WAITING_MAX:
+            return False
+        fetching = Fetching(caller, ask, (), later)
+        begun = self._reach.fetch(
+            space,
+            hashes,
+            first,
+            over_cold=first < here,
+            deadline_ns=self._clock.now_ns() + int(self._limits.promote_s * 1e9),
+            worth=lambda more: self._worth.of_whole(space, hashes, here, first + more),
+            done=lambda: self._fetched(fetching),
+        )
+        if begun:
+            fetching.chunks = self._catalog.hold(space, hashes, ask.first)
+            fetching.had = had_of(fetching.chunks)
+            self._fetching.setdefault(caller.owner, set()).add(fetching)
+        return begun
+
+    def _fetched(self, fetching: Fetching) -> None:
+        """Go on with an acquire when other hosts have given what they will (W2)."""
+        if fetching.over:
+            return
+        fetching.over = True
+        owner = fetching.caller.owner
+        self._fetching[owner].discard(fetching)
+        if not self._fetching[owner]:
+            del self._fetching[owner]
+        self._catalog.unpin(fetching.chunks)
+        if fetching.caller.gone:
+            return
+        reply = self.acquire(fetching.caller, fetching.ask, fetching.later, fetching.had)
+        if reply is not None:
+            fetching.later(wire.encode(reply))
+
+    def _wait(
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        later: Later,
+        had: Had,
+    ) -> wire.AcquireReply | None:
+        """Begin the promotions that an acquire needs; it is answered when they have ended."""
+        assert self._riser is not None
+        now_ns = self._clock.now_ns()
+        deadline_ns = now_ns + int(self._limits.promote_s * 1e9)
+        waiting = Waiting(
+            caller, ask, chunks, later=later, deadline_ns=deadline_ns, had=had, finish=self._finish
+        )
+        waiting.began_ns = now_ns
+        for chunk in [chunk for chunk in chunks if not chunk.ready]:
+            done = waiting.risen(chunk)
+            if not self._riser.promote(chunk, done):
+                del waiting.rising[chunk]
+                break  # no room: nothing after it would be usable either
+        if not waiting.rising:
+            waiting.over = True
+            return self._settle(caller, ask, chunks, had)
+        self._waiting.setdefault(caller.owner, set()).add(waiting)
+        return None
+
+    def _finish(self, waiting: Waiting) -> None:
+        """Answer an acquire that has waited, with as much as is there (W2)."""
+        if waiting.over:
+            return  # its session ended while another of its acquires was answered
+        waiting.over = True
+        assert self._riser is not None
+        for chunk, done in waiting.rising.items():
+            self._riser.leave(chunk, done)
+        owner = waiting.caller.owner
+        self._waiting[owner].discard(waiting)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+        if waiting.caller.gone:
+            self._catalog.unpin(waiting.chunks)
+            return
+        waited_s = (self._clock.now_ns() - waiting.began_ns) / 1e9
+        self._counters.measures.seconds["acquire_wait"].note(waited_s)
+        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks, waiting.had)
+        waiting.later(wire.encode(reply))
+
+    def _settle(
+        self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...], had: Had | None
+    ) -> wire.AcquireReply:
+        """Grant a lease over as many of pinned chunks as are usable in host slots.
+
+        What was allowed when it was asked for may not be any more once it has waited. `had` is what
+        was in host slots then, None for all of it.
+        """
+        refusal = self._lease_refusal(caller)
+        if refusal is not Status.OK:
+            self._catalog.unpin(chunks)
+            return no_lease(ask.request, ask.first, refusal)
+        usable = warm_length(caller.space, chunks, ask.first)
+        self._catalog.unpin(chunks[usable:])
+        if not usable:
+            self._counters.acquires_missed += 1
+            return no_lease(ask.request, ask.first, Status.MISS)
+        ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
+        reading, chunks = bool(ask.read), chunks[:usable]
+        reply = self._grant(
+            caller, ask.request, chunks, ask.first, ttl_ms, reading=reading, had=had
+        )
+        if caller.rank == 0 and reply.status is Status.OK:
+            caller.served = True
+            seen = self._gpu is not None and (caller.on_gpu or not reading)  # or by who attaches
+            tokens = tokens_by_tier(
+                chunks,
+                had,
+                tokens=caller.space.layout.chunk_tokens,
+                on_gpu=self._gpu.whole if self._gpu is not None and seen else None,
+            )
+            for usage in usages(self._counters, caller):
+                usage.hit(tokens)
+        return reply
+
+    def _lease_refusal(self, caller: Caller) -> Status:
+        if self.draining:
+            return Status.DRAINING
+        if self._leases.count(caller.owner) >= self._limits.leases_per_session:
+            return Status.OVER_QUOTA
+        return Status.OK
+
+    def _grant(
+        self,
+        caller: Caller,
+        request: int,
+        chunks: tuple[Chunk, ...],
+        first: int,
+        ttl_ms: int,
+        *,
+        reading: bool,
+        had: Had | None,
+    ) -> wire.AcquireReply:
+        """Make a lease over pinned chunks, which now owns their pins."""
+        if not self._catalog.quota.charge(caller.tenant, Resource.LEASES, 1):
+            self._catalog.unpin(chunks)
+            return no_lease(request, first, Status.OVER_QUOTA)
+        self._next_lease += 1
+        lease = Lease(
+            LeaseId(self._next_lease),
+            os.urandom(wire.TOKEN_BYTES),
+            owner=caller.owner,
+            tenant=caller.tenant,
+            chunks=chunks,
+            first=first,
+            reading=reading,
+            deadline_ns=self._clock.now_ns() + ttl_ms * _MS,
+            had=had,
+        )
+        self._leases.add(lease)
+        places = []
+        if reading:
+            places = places_of(caller.space.layout, chunks, first, caller.rank)
+            if caller.on_gpu and self._gpu is not None:
+                places = self._gpu.places(chunks, first, caller.rank, places)
+        self._counters.acquires += 1
+        self._counters.chunks_acquired += len(chunks)
+        told = bytes_by_tier(places, chunks, caller.rank, had, first=first)
+        self._counters.bytes_acquired += sum(told.values())
+        self._counters.measures.loaded(usages(self._counters, caller), told)
+        return wire.AcquireReply(
+            request,
+            Status.OK,
+            lease.id,
+            lease.token,
+            first,
+            first + len(chunks),
+            int(any(chunk.lossy_mask for chunk in chunks)),
+            wire.pack_places(places),
+        )
+
+    def attach(self, caller: Caller, ask: wire.Attach) -> wire.AcquireReply:
+        """Give a worker a lease of its own over what a scheduler's holds."""
+        refusal = self._lease_refusal(caller)
+        lease = self._leases.by_token(ask.token, caller.tenant)
+        if lease is None or refusal is not Status.OK:
+            return no_lease(ask.request, 0, refusal or Status.STALE)
+        if lease.chunks[0].space is not caller.space:
+            return no_lease(ask.request, 0, Status.STALE)
+        self._catalog.pin(lease.chunks)
+        left_ms = max(0, lease.deadline_ns - self._clock.now_ns()) // _MS
+        return self._grant(
+            caller, ask.request, lease.chunks, lease.first, left_ms, reading=True, had=lease.had
+        )
+
+    def release(self, caller: Caller, ask: wire.Release) -> wire.StatusReply:
+        """End a lease."""
+        lease = self._leases.of(LeaseId(ask.lease), caller.owner)
+        if lease is None:
+            return wire.StatusReply(ask.request, Status.STALE)
+        self._leases.end(lease)
+        self.let_go([lease])
+        return wire.StatusReply(ask.request, Status.OK)
+
+    # ---------------------------------------------------------------- time and death
+
+    def let_go(self, leases: list[Lease]) -> None:
+        """Unpin what ended leases held."""
+        for lease in leases:
+            self._catalog.quota.discharge(lease.tenant, Resource.LEASES, 1)
+            self._catalog.unpin(lease.chunks)
+
+    def sweep(self, now_ns: int) -> None:
+        """Let time pass over leases, and answer the acquires whose time is up."""
+        self.let_go(self._leases.sweep(now_ns))
+        late = [w for every in self._waiting.values() for w in every if w.deadline_ns <= now_ns]
+        for waiting in late:
+            self._finish(waiting)
+
+    def drain(self) -> None:
+        """Grant nothing any more; what waits for the disk or other hosts is refused at once."""
+        self.draining = True
+        for waiting in [w for every in self._waiting.values() for w in every]:
+            self._finish(waiting)
+        for fetching in [f for every in self._fetching.values() for f in every]:
+            self._fetched(fetching)
+
+    def leave(self, caller: Caller) -> None:
+        """Forget what a session waits for; its promotions go on for the others, or end."""
+        for waiting in list(self._waiting.get(caller.owner, ())):
+            self._finish(waiting)
+        for fetching in list(self._fetching.get(caller.owner, ())):
+            self._fetched(fetching)
