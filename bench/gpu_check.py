@@ -162,7 +162,8 @@ def _fp8(place: Place, dtype: Any, *, heads_first: bool) -> None:  # noqa: ANN40
     import torch
 
     from kvd_client.cuda import reference
-    from kvd_client.cuda.kernels import EXPONENTS, Axes
+    from kvd_client.cuda.kernels import Axes
+    from kvd_client.fp8 import EXPONENTS
 
     blocks, page, heads, dim, pages = 16, 16, 4, 64, 3
     name = str(dtype).removeprefix("torch.")

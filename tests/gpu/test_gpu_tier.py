@@ -196,7 +196,7 @@ def test_fp8_goes_through_the_gpu_tier_too(make_engine: Callable[..., Engine]) -
     )
     lease = plain.acquire(hashes)
     assert lease.chunks == 2
-    assert all(one.kv._sound(lease.view(chunk)) for chunk in range(2))
+    assert all(one.kv._form.sound(lease.view(chunk)) for chunk in range(2))
     plain.close()
     stored(one, one.client.chunk_hashes(tokens_of(2, seed=9)), list(range(20, 28)))
     assert one.kv.load(one.client.acquire(hashes), list(range(40, 48))).wait(30)

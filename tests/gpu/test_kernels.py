@@ -390,9 +390,32 @@ def test_an_exponent_out_of_bounds_decodes_to_nan(
     assert ((room.view(np.uint16) & 0x7FFF) == 0x7FC0).all()
 
 
-def test_bounds_are_the_codecs() -> None:
-    """The client's table of exponents, which must not import the daemon's, is the daemon's."""
-    assert kernels.EXPONENTS == fp8_codec.EXPONENTS
+@pytest.mark.parametrize(
+    ("runner", "narrow"), [(on_cpu, False), (on_cpu, True), (by_reference, False)]
+)
+def test_a_page_below_zero_is_left_out_of_fp8(
+    runner: Callable[[Call], None],
+    narrow: bool,  # noqa: FBT001
+) -> None:
+    """As of a plain copy: an engine has no block for a page outside its window."""
+    axes = Axes("bfloat16", 4, 2, 8)
+    bits = values("bfloat16", 2 * 3 * 4 * 64, 5, "kv").reshape(2, 3, 4, -1)
+    case = fp8_case(axes, 3, (2, 4), bits)
+    codes, exponents = case.ram.take(case.count * 3 * 4 * 64), case.ram.take(case.count * 3 * 2 * 2)
+    reference.run(fp8(case, axes, "gather", codes, exponents), at)
+    case.pool[:] = CANARY
+    reference.run(fp8(case, axes, "scatter", codes, exponents), at)
+    whole = case.pool.reshape(3, 24, case.page_bytes).copy()
+    left = case.ids[[0, 5]].copy()
+    case.ids[[0, 5]] = -1
+    case.tables["blocks"] = case.ram.put(case.ids)
+    case.pool[:] = CANARY
+    runner(fp8(case, axes, "scatter", codes, exponents, narrow=narrow))
+    after = case.pool.reshape(3, 24, case.page_bytes)
+    assert (after[:, left] == CANARY).all()
+    others = np.setdiff1d(np.arange(24), left)
+    assert np.array_equal(after[:, others], whole[:, others])
+    case.ram.check()
 
 
 @pytest.mark.timeout(120)

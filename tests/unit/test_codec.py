@@ -360,16 +360,16 @@ def test_compiled_code_goes_to_the_services_cache(monkeypatch: pytest.MonkeyPatc
     """The cache folder systemd gives is used, unless the user has named one."""
     import numba
 
-    from kvd.codec import _kernels
+    from kvd_client import _fp8_loops
 
     settings: Any = numba.config
     monkeypatch.setattr(settings, "CACHE_DIR", "")
     monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
-    _kernels._cache_folder()
+    _fp8_loops.cache_folder()
     assert not settings.CACHE_DIR
     monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/kvd:/var/cache/other")
-    _kernels._cache_folder()
+    _fp8_loops.cache_folder()
     assert settings.CACHE_DIR == "/var/cache/kvd/numba"
     monkeypatch.setattr(settings, "CACHE_DIR", "mine")
-    _kernels._cache_folder()
+    _fp8_loops.cache_folder()
     assert settings.CACHE_DIR == "mine"

@@ -15,13 +15,11 @@ copy's events have happened; never earlier, and not at all if the GPU fails.
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.forms import form_of
 from kvd_client.cuda.imports import Imports
-from kvd_client.cuda.kernels import EXPONENTS
 from kvd_client.cuda.mover import STAGE_BYTES_DEFAULT, Mover
 from kvd_client.cuda.registrar import Registrar
 from kvd_client.cuda.transfer import Piece, State, Transfer
@@ -128,7 +126,7 @@ class DeviceKV:
         if on_gpu is not None:
             return self._mapped(on_gpu, lease)
         view = lease.view(chunk, self._group)
-        if not self._sound(view):
+        if not self._form.sound(view):
             return None
         return Piece(self._address(view), keep=lease)
 
@@ -241,18 +239,6 @@ class DeviceKV:
         )
         transfer.end(State.FAILED)
         return transfer
-
-    def _sound(self, view: memoryview) -> bool:
-        """Tell whether a slot begins as the form demands, its scales within bounds."""
-        form = self._form
-        if form.axes is None:
-            return True
-        if bytes(view[: len(self._header)]) != self._header:
-            return False
-        low, high = EXPONENTS[form.axes.dtype]
-        count = form.planes * form.axes.heads
-        scales = (ctypes.c_int16 * count).from_buffer_copy(view[form.scales_at : form.codes_at])
-        return bool(low <= min(scales) and max(scales) <= high)
 
     def idle(self) -> None:
         """Let go of what belongs to a daemon that is gone; no transfer may be under way."""

@@ -14,6 +14,7 @@ import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd_client.cuda.kernels import ITEM_BYTES, Axes
+from kvd_client.fp8 import EXPONENTS
 
 if TYPE_CHECKING:
     from kvd_client.identity import Group, Layout
@@ -81,6 +82,16 @@ class Form(NamedTuple):
             b"kvdc", 1, _FP8_FORM, _DTYPES[self.axes.dtype], 0, self.useful_bytes, scales,
             self.axes.heads, self.pages * self.axes.rows, 1, values, 0, 0, 0,
         )  # fmt: skip
+
+    def sound(self, slot: memoryview) -> bool:
+        """Tell whether a slot begins as the form demands, its scales within bounds."""
+        if self.axes is None:
+            return True
+        if bytes(slot[: self.scales_at]) != self.header():
+            return False
+        low, high = EXPONENTS[self.axes.dtype]
+        scales = memoryview(bytes(slot[self.scales_at : self.codes_at])).cast("h")
+        return low <= min(scales) and max(scales) <= high
 
 
 def page_axes(layout: Layout, group: Group) -> Axes:

@@ -5,7 +5,7 @@
 //
 //     plane p, page j of object o  <->  objects + o * object_stride + (p * pages + j) * page_bytes
 //
-// FP8 is kvd/codec/fp8.py: e4m3fn codes and one power-of-two exponent a (plane, head) of an object.
+// FP8 is kvd_client/fp8.py: e4m3fn codes and one power-of-two exponent a (plane, head) of an object.
 // A page holds `rows` times `heads` runs of `run` values (tokens first: a row is a token and a run
 // one head's vector; heads first: one row, and a run is a head's tokens).
 //
@@ -248,6 +248,7 @@ static __device__ __forceinline__ void scatter_fp8(
         const bool sound = exponent >= low && exponent <= high;
         for (u32 i = threadIdx.x; i < vectors; i += blockDim.x) {
             const u32 page = i / walk.vectors_page;
+            if (own[page] < 0) continue;  // a page that stays as it is
             const u64 at = walk.value_in_page(i - page * walk.vectors_page, N);
             const Source v = *(const Source*)(codes + object * code_stride
                 + ((u64)plane * pages + page) * walk.page_values + at);

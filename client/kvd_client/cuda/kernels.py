@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from kvd_client.fp8 import EXPONENTS
+
 SOURCE: Final = Path(__file__).with_name("kernels.cu")
 OPTIONS: Final = ("--std=c++14",)
 THREADS: Final = 256
@@ -23,8 +25,6 @@ Argument = Literal["pointer", "u64", "u32", "i32"]
 
 ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Value types that FP8 is made of."""
-EXPONENTS: Final = {"bfloat16": (-116, 119), "float32": (-116, 119), "float16": (-15, 7)}
-"""Least and greatest exponent of a scale; equal to `kvd.codec.fp8.EXPONENTS` (a test says so)."""
 _VECTOR: Final = {"bfloat16": 8, "float16": 8, "float32": 4}
 
 COPY_ARGUMENTS: Final[tuple[Argument, ...]] = (*("pointer",) * 4, "u64", *("u32",) * 4)
