@@ -62,6 +62,11 @@ class TransferKnobs:
         """Return the tenants of which something is shared."""
         return {rule.partition("/")[0] for rule in self.shared}
 
+    def tenants_of(self, host: str) -> set[str]:
+        """Return the tenants that share something with a host."""
+        matches = any(fnmatchcase(host, pattern) for pattern in self.shared_with)
+        return self.tenants() if matches else set()
+
 
 KEYS = tuple(field.name for field in fields(TransferKnobs))
 

@@ -38,6 +38,8 @@ class Service:
         self.tickets: dict[int, int] = {}
         self.ready: dict[int, tuple[int, tuple[Held, ...]]] = {}
         self.bytes: dict[int, int] = {}
+        self.chunk_bytes = 0
+        """Of the largest chunk so far."""
         self.stopped = False
 
 
@@ -109,11 +111,8 @@ class Holder:
     def _ahead(self, service: Service) -> list[HolderAction]:
         """Take more chunks, as far as may be held at once."""
         actions: list[HolderAction] = []
-        knobs, ask = self.knobs, service.ask
-        while service.next < service.stop:
-            held = len(service.tickets)
-            if held >= knobs.ahead_max or sum(service.bytes.values()) >= knobs.ahead_bytes:
-                break
+        ask = service.ask
+        while service.next < service.stop and self._room(service):
             self._next_ticket += 1
             index = service.next
             service.next += 1
@@ -131,6 +130,15 @@ class Holder:
             )
             actions.append(take)
         return actions
+
+    def _room(self, service: Service) -> bool:
+        """Tell whether one chunk more may be held; what is being taken counts as the largest."""
+        knobs, held = self.knobs, len(service.tickets)
+        if not service.chunk_bytes:
+            return held < min(knobs.ahead_first, knobs.ahead_max)
+        coming_bytes = (held - len(service.bytes)) * service.chunk_bytes
+        held_bytes = sum(service.bytes.values()) + coming_bytes
+        return held < knobs.ahead_max and held_bytes < knobs.ahead_bytes
 
     def taken(self, ticket: int, agent: int, held: Sequence[Held] | None) -> list[HolderAction]:
         """Hear what a Take came to.
@@ -151,6 +159,7 @@ class Holder:
             return [*self._forget(service, index), *self._say(service)]
         service.ready[index] = (agent, tuple(held))
         service.bytes[index] = sum(item.size_bytes for item in held)
+        service.chunk_bytes = max(service.chunk_bytes, service.bytes[index])
         return [*self._say(service), *self._ahead(service)]
 
     def _say(self, service: Service) -> list[HolderAction]:

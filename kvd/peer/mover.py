@@ -19,6 +19,9 @@ and from it:
     failed  number          the peer is gone: nothing more of it lands
     summed  number, [xxh3-128 of each object]
 
+A read waits its turn here, and the next is begun before what has landed is summed: so the link is
+never idle for a sum or for a word with the daemon.
+
 Whatever else goes wrong ends the process, which is always safe. One thread, plus NIXL's.
 """
 
@@ -32,7 +35,8 @@ import select
 import signal
 import socket
 import sys
-from typing import Any, Final
+from collections import deque
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import xxhash
@@ -40,10 +44,32 @@ import xxhash
 from kvd.peer.nixl_agent import Agent
 
 PACKET_BYTES_MAX: Final = 128 * 1024
-POLL_S: Final = (0.0002, 0.002)
+POLL_S: Final = (0.0002, 0.001)
 """Between two looks at reads under way: at first, and when nothing has happened for long."""
+POSTED_BYTES: Final = 96 << 20
+"""Read at once: three objects of 32 MiB. More would share the link, and the first come last."""
 _PROT_READ: Final = 1
 _PR_SET_PDEATHSIG: Final = 1
+
+
+class Read(NamedTuple):
+    """A read that the daemon asked for.
+
+    Attributes:
+        number: The daemon's.
+        version: Of the peer's metadata.
+        metadata: That version of it; None if it was not told.
+        objects: Slab, offset there, address at the peer, bytes; of each object.
+    """
+
+    number: int
+    version: int
+    metadata: bytes | None
+    objects: list[Any]
+
+    def size_bytes(self) -> int:
+        """Return the bytes of all its objects."""
+        return sum(size for _, _, _, size in self.objects)
 
 
 class Mover:
@@ -56,7 +82,8 @@ class Mover:
         self._slabs: dict[int, tuple[memoryview, int]] = {}
         self._peer = ("", -1)
         self._known: dict[int, bytes] = {}
-        self._reads: dict[int, tuple[object, list[Any]]] = {}
+        self._waiting: deque[Read] = deque()
+        self._posted: dict[int, tuple[object, Read]] = {}
         self._version = 0
         self._say("up", self._agent.name)
 
@@ -69,7 +96,7 @@ class Mover:
         poller.register(self._channel, select.POLLIN)
         pause_s = POLL_S[0]
         while True:
-            timeout_ms = pause_s * 1e3 if self._reads else None
+            timeout_ms = pause_s * 1e3 if self._posted else None
             if poller.poll(timeout_ms):
                 if not self._hear():
                     return
@@ -91,7 +118,9 @@ class Mover:
             version, metadata = fields
             self._known = {version: metadata}
         elif kind == "read":
-            self._read(*fields)
+            number, version, objects = fields
+            self._waiting.append(Read(number, version, self._known.get(version), objects))
+            self._post()
         else:
             assert kind == "sum", kind
             number, objects = fields
@@ -114,25 +143,37 @@ class Mover:
     def _digest(self, slab: int, offset: int, size_bytes: int) -> bytes:
         return xxhash.xxh3_128_digest(self._slabs[slab][0][offset : offset + size_bytes])
 
-    def _read(self, number: int, version: int, objects: list[Any]) -> None:
-        name, loaded = self._peer
-        if version != loaded:
-            metadata = self._known.get(version)
-            if metadata is None:
-                self._say("failed", number)
+    def _post(self) -> None:
+        """Begin the reads whose turn it is, in the daemon's order."""
+        room_bytes = POSTED_BYTES - sum(read.size_bytes() for _, read in self._posted.values())
+        while self._waiting:
+            size_bytes = self._waiting[0].size_bytes()
+            if self._posted and size_bytes > room_bytes:
                 return
-            fresh = self._agent.load(metadata)
+            read = self._waiting.popleft()
+            handle = self._begin(read)
+            if handle is None:
+                self._say("failed", read.number)
+            else:
+                self._posted[read.number] = (handle, read)
+                room_bytes -= size_bytes
+
+    def _begin(self, read: Read) -> object:
+        """Post one read; None if its peer is gone, and then nothing of it lands."""
+        name, loaded = self._peer
+        if read.version != loaded:
+            if read.metadata is None:
+                return None
+            fresh = self._agent.load(read.metadata)
             if name and fresh != name:
                 self._agent.forget(name)
-            self._peer = (fresh, version)
-        into = [(self._slabs[slab][1] + offset, size) for slab, offset, _, size in objects]
-        source = [(address, size) for _, _, address, size in objects]
+            self._peer = (fresh, read.version)
+        into = [(self._slabs[slab][1] + offset, size) for slab, offset, _, size in read.objects]
+        source = [(address, size) for _, _, address, size in read.objects]
         handle = self._agent.read(self._peer[0], into, source)
         if handle is None:
             self._lost()
-            self._say("failed", number)
-        else:
-            self._reads[number] = (handle, objects)
+        return handle
 
     def _lost(self) -> None:
         """Forget a peer that is gone; its metadata is loaded anew with the next read."""
@@ -141,23 +182,25 @@ class Mover:
             self._peer = ("", -1)
 
     def _look(self) -> bool:
-        """See which reads have ended, oldest first."""
-        ended = False
-        for number, (handle, objects) in list(self._reads.items()):
+        """See which reads have ended, oldest first; the link gets its next work before all else."""
+        ended: list[tuple[Read, bool]] = []
+        for number, (handle, read) in list(self._posted.items()):
             state = self._agent.state(handle)
             if state == "going":
                 continue
-            ended = True
             self._agent.release(handle)
-            del self._reads[number]
-            if state == "done":
-                digests = [self._digest(slab, offset, size) for slab, offset, _, size in objects]
-                self._say("landed", number, digests)
+            del self._posted[number]
+            ended.append((read, state == "done"))
+        if not self._posted and not all(done for _, done in ended):
+            self._lost()
+        self._post()
+        for read, done in ended:
+            if done:
+                digests = [self._digest(slab, offset, n) for slab, offset, _, n in read.objects]
+                self._say("landed", read.number, digests)
             else:
-                self._say("failed", number)
-                if not self._reads:
-                    self._lost()
-        return ended
+                self._say("failed", read.number)
+        return bool(ended)
 
 
 def _address(view: memoryview) -> int:

@@ -19,7 +19,7 @@ from kvd.peer.security import credentials
 from kvd.peer.serving import Serving
 from kvd.peer.sink import Sink, World
 from kvd.peer.source import Source
-from kvd.types import OwnerId
+from kvd.types import OwnerId, Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,7 +73,14 @@ class Peers:
         lease_ms = int(transfer.hold_s * 1e3)
         knobs = Knobs(lease_ms=lease_ms, quarantine_bytes=transfer.quarantine_bytes)
         make_source = partial(
-            Source, loop, catalog, slabs, riser, transport=transfer.transport, devices=devices
+            Source,
+            loop,
+            catalog,
+            slabs,
+            riser,
+            transport=transfer.transport,
+            devices=devices,
+            tenants=[Tenant(name) for name in transfer.tenants()],
         )
         self.serving = Serving(
             catalog,
@@ -92,6 +99,7 @@ class Peers:
             transport=transfer.transport,
             devices=devices,
             knobs=knobs,
+            tenants=lambda host: [Tenant(name) for name in transfer.tenants_of(host)],
             random=self._random,
             owner=self._new_owner,
         )

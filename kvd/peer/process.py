@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.peer.nixl_agent import Transport
+    from kvd.types import SlabId
 
 _LOG = log.get("mover")
 PACKET_BYTES_MAX: Final = 1 << 20
@@ -55,7 +56,7 @@ class MoverProcess:
         self._on_message = on_message
         self._on_gone = on_gone
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
-        self.slabs: set[int] = set()
+        self.slabs: set[SlabId] = set()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             for end in (ours, theirs):
@@ -79,6 +80,12 @@ class MoverProcess:
             self.kill()
         elif len(self._unsent) == 1:
             self._flush()
+
+    def give(self, slab: SlabId, size_bytes: int, fd: int, *, writable: bool) -> None:
+        """Have it map a slab, unless it has it."""
+        if slab not in self.slabs:
+            self.slabs.add(slab)
+            self.send("slab", slab, size_bytes, int(writable), fds=[fd])
 
     def _flush(self) -> None:
         self._loop.remove_writer(self._channel)

@@ -46,11 +46,14 @@ class Knobs(NamedTuple):
             to bring a chunk up from a slow disk.
         read_ms: What one read gets, plus its bytes at a tenth of the learnt rate.
         floor_bytes_s: The rate taken before one was learnt.
-        window_bytes: Landing at once, per peer: more would share the link, and the first come last.
+        window_bytes: Asked of the mover at once, per peer; more than it reads at once, so that it
+            goes on by itself.
         reads_max: Reads in flight, per peer.
         asks_max: Asks in flight, per peer; both sides.
-        ahead_bytes: What the holder keeps pinned for one ask beyond what was handed back.
+        ahead_bytes: What the holder keeps pinned for one ask beyond what was handed back, to within
+            a chunk; more than `window_bytes`, or the asker would wait for it.
         ahead_max: The same, in chunks.
+        ahead_first: The same before the holder has seen how large the ask's chunks are.
         quarantine_bytes: Per peer; beyond it the mover is killed at once.
         quarantine_ms: No slot stays longer in quarantine than this before the mover is killed.
         serve_max: Asks a holder serves at once, over all peers.
@@ -61,11 +64,12 @@ class Knobs(NamedTuple):
     answer_ms: int = 5_000
     read_ms: int = 2_000
     floor_bytes_s: float = 50e6
-    window_bytes: int = 96 << 20
+    window_bytes: int = 160 << 20
     reads_max: int = 32
     asks_max: int = 4
-    ahead_bytes: int = 128 << 20
+    ahead_bytes: int = 192 << 20
     ahead_max: int = 32
+    ahead_first: int = 4
     quarantine_bytes: int = 256 << 20
     quarantine_ms: int = 3_000
     serve_max: int = 64

@@ -9,7 +9,8 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvd import log
-from kvd.peer.asker import Asker
+from kvd.peer.ahead import next_slab
+from kvd.peer.asker import Asker, Mover
 from kvd.peer.landing import Landings
 from kvd.peer.process import START_S, MoverProcess
 from kvd.peer.protocol import (
@@ -30,7 +31,7 @@ from kvd.peer.pump import Pump
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvd.catalog import Catalog
     from kvd.clock import Clock
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kvd.peer.messages import Message
     from kvd.peer.nixl_agent import Transport
     from kvd.peer.source import Slabs
-    from kvd.types import OwnerId
+    from kvd.types import OwnerId, SlabId, Tenant
 
     OnEnded = Callable[[str], None]
 
@@ -57,6 +58,7 @@ class World(NamedTuple):
         transport: What carries the bytes.
         devices: Over which.
         knobs: Bounds.
+        tenants: That share something with a host, and so take from it.
         random: From 0 to 1.
         owner: Gives a number below zero, a new one each time.
     """
@@ -68,6 +70,7 @@ class World(NamedTuple):
     transport: Transport
     devices: Sequence[str]
     knobs: Knobs
+    tenants: Callable[[str], Collection[Tenant]]
     random: Callable[[], float]
     owner: Callable[[], OwnerId]
 
@@ -145,6 +148,8 @@ class Sink:
             self._process.kill()
         if self.asker.fetches or self.asker.reads:
             self._do(self.asker.tick(self._now()))
+        else:
+            self._give_ahead()
 
     def refusal(self) -> str:
         """Return why nothing can be fetched from here now, or nothing."""
@@ -249,10 +254,8 @@ class Sink:
             self._do(self.asker.no_room(self._now(), land.read))
             return
         self._reads[land.read] = landings, chain
-        for slab in {slot.slab for slot in slots} - process.slabs:
-            process.slabs.add(slab)
-            size_bytes = self._world.catalog.pool.slab_bytes
-            process.send("slab", slab, size_bytes, 1, fds=[self._world.slabs.fd(slab)])
+        for slab in {slot.slab for slot in slots}:
+            self._give(process, slab)
         for version, metadata in self._agents.items():
             if version != self._agent_sent:
                 process.send("agent", version, metadata)
@@ -262,6 +265,18 @@ class Sink:
             for slot, piece in zip(slots, land.pieces, strict=True)
         ]
         process.send("read", land.read, self._agent_sent, objects)
+
+    def _give(self, process: MoverProcess, slab: SlabId) -> None:
+        size_bytes = self._world.catalog.pool.slab_bytes
+        process.give(slab, size_bytes, self._world.slabs.fd(slab), writable=True)
+
+    def _give_ahead(self) -> None:
+        """Have an idle mover map a slab that chunks of this host may land in."""
+        process, world = self._process, self._world
+        if process is not None and self.asker.mover is Mover.UP:
+            slab = next_slab(world.catalog.pool, world.tenants(self.host), process.slabs)
+            if slab is not None:
+                self._give(process, slab)
 
     def stats(self) -> dict[str, Any]:
         """Describe it for the statistics page."""

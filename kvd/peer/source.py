@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvd import log
 from kvd.cost import Load
+from kvd.peer.ahead import next_slab
 from kvd.peer.process import START_S, MoverProcess
 from kvd.peer.protocol import Held
 from kvd.quota import Resource
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvd.catalog import Catalog
     from kvd.cost import Rates
     from kvd.entry import Chunk, Slot
     from kvd.peer.nixl_agent import Transport
-    from kvd.types import SlabId
+    from kvd.types import SlabId, Tenant
 
     OnTaken = Callable[[int, int, Sequence[Held] | None], None]
 
@@ -90,15 +91,17 @@ class Source:
         *,
         transport: Transport,
         devices: Sequence[str],
+        tenants: Collection[Tenant],
         on_taken: OnTaken,
     ) -> None:
-        """Plan it; `start` starts the process."""
+        """Plan it; `start` starts the process. `tenants` share something with some host."""
         self._loop = loop
         self._catalog = catalog
         self._slabs = slabs
         self._riser = riser
         self._transport: Transport = transport
         self._devices = devices
+        self._tenants = tenants
         self._on_taken = on_taken
         self._process: MoverProcess | None = None
         self._life = 0
@@ -159,6 +162,10 @@ class Source:
             _LOG.warning("source hangs; it is killed", pid=self.pid, owed=self._owed)
             self._owed = 0
             self._process.kill()
+        elif self.up and not self._takings:
+            slab = next_slab(self._catalog.pool, self._tenants, self._process.slabs)
+            if slab is not None:
+                self._give(self._process, slab)
 
     def _asked(self) -> None:
         """Note that an answer is owed."""
@@ -244,15 +251,16 @@ class Source:
         if not missing and not unmapped:
             self._tell(taking)
             return
-        for slab in sorted(unmapped - process.slabs):
-            process.slabs.add(slab)
-            writable = int(self._transport != "tcp")
-            size_bytes = self._catalog.pool.slab_bytes
-            process.send("slab", slab, size_bytes, writable, fds=[self._slabs.fd(slab)])
+        for slab in sorted(unmapped):
+            self._give(process, slab)
         taking.asked = missing
         objects = [[s.slab, s.offset_bytes, s.size_bytes] for s in missing]
         process.send("sum", taking.ticket, objects)
         self._asked()
+
+    def _give(self, process: MoverProcess, slab: SlabId) -> None:
+        size_bytes = self._catalog.pool.slab_bytes
+        process.give(slab, size_bytes, self._slabs.fd(slab), writable=self._transport != "tcp")
 
     def _summed(self, ticket: int, digests: Sequence[bytes]) -> None:
         taking = self._takings.get(ticket)

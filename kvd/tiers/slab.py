@@ -232,6 +232,10 @@ class SlabPool:
         slabs = [s for s in self.slabs_of(tenant) if s.slots and s.stride_bytes != stride]
         return sorted(slabs, key=lambda slab: slab.touched)
 
+    def blanks(self) -> Iterator[SlabId]:
+        """Iterate over the slabs that no tenant has, in the order in which they are assigned."""
+        return reversed(self._blank)
+
     def blank_count(self) -> int:
         """Count slabs that no tenant has."""
         return len(self._blank)

@@ -378,6 +378,24 @@ def test_a_host_gets_a_bounded_share() -> None:
     assert said.message == Stop(2, 9, 0, "busy", 250)
 
 
+def test_only_so_many_bytes_are_held_ahead() -> None:
+    """Before a chunk's size is known few are taken; then as many as fit, what comes included."""
+    h = holder(ahead_bytes=3 * SIZE, ahead_first=2)
+    takes = [a for a in h.heard(NOW, "a", ask(8)) if isinstance(a, Take)]
+    assert len(takes) == 2
+    held = [Held(0, 1 << 20, SIZE, 5, 0, DIGEST)]
+    for _ in range(8):
+        more = [a for a in h.taken(takes[0].ticket, 1, held) if isinstance(a, Take)]
+        takes = takes[1:] + more
+        if not takes:
+            break
+    assert h.held_bytes() == 3 * SIZE
+    (service,) = h.services.values()
+    assert len(service.tickets) == 3, "none is taken that does not fit"
+    again = h.heard(NOW, "a", Have(1, 0))
+    assert [type(action) for action in again] == [Drop, Take]
+
+
 def test_a_lease_ends_by_the_holders_clock_too() -> None:
     """What was never handed back is unpinned when the lease has ended, or the link has."""
     ends: list[Callable[[Holder], list[HolderAction]]] = [

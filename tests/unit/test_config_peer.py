@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd import config
+from kvd.config_transfer import TransferKnobs
 from kvd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ def test_a_table_written_out_loads_as_the_same(tmp_path: Path) -> None:
     assert config.load(str(again), {}) == loaded
     assert loaded.peer.domain == "rack-3"
     assert loaded.peer.lookup_ms == 5
+
+
+def test_whose_memory_movers_may_map() -> None:
+    """That of tenants that share something with the host in question."""
+    knobs = TransferKnobs(shared=("one", "two/public-*"), shared_with=("rack-*",))
+    assert knobs.tenants_of("rack-7") == {"one", "two"}
+    assert knobs.tenants_of("lab-1") == set()
 
 
 def test_a_host_is_its_own_domain(tmp_path: Path) -> None:
