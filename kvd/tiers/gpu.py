@@ -126,7 +126,8 @@ class GpuTier:
         self._on_failed = on_failed
         self._addresses: dict[int, int] = {}
         self._handles: dict[int, bytes] = {}
-        self._pinned: dict[SlabId, int] = {}
+        self._host_addresses: dict[SlabId, int] = {}
+        self._pinned: set[SlabId] = set()
         self._events: list[int] = []
         self._queue: deque[Copy] = deque()
         self._running: deque[_Running] = deque()
@@ -189,6 +190,7 @@ class GpuTier:
     def _run(self) -> None:
         try:
             device = open_device(self.knobs.device)
+            device.own_thread()
             self._streams = {up: device.make_stream() for up in (True, False)}
             self.uuid = device.uuid
             self._make_slabs(device)
@@ -309,19 +311,24 @@ class GpuTier:
         copy.done(Outcome.OK)
 
     def _pin(self, device: Device, slab: SlabId) -> int:
-        """Return a host slab's address, pinned at its first use."""
-        address = self._pinned.get(slab)
+        """Return a host slab's address, pinned at its first use if it can be."""
+        address = self._host_addresses.get(slab)
         if address is None:
             view = self._host.view(slab, 0, self._host_slab_bytes)
             address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            device.register(address, self._host_slab_bytes)
-            self._pinned[slab] = address
+            self._host_addresses[slab] = address
+            try:
+                device.register(address, self._host_slab_bytes)
+            except DeviceError as error:  # slower, and nothing worse
+                self.note = self.note or f"host memory is not pinned, copies are slow: {error}"
+            else:
+                self._pinned.add(slab)
         return address
 
     def _let_go(self, device: Device) -> None:
         """Undo everything; nothing is under way (G4)."""
-        for address in self._pinned.values():
-            device.unregister(address)
+        for slab in self._pinned:
+            device.unregister(self._host_addresses[slab])
         self._pinned.clear()
         for address in self._addresses.values():
             device.free(address)

@@ -3,6 +3,10 @@
 Work is done when its turn comes, not when it is asked for: a copy published too early shows the old
 bytes, a stage used too early the wrong ones. "Addresses" are real ones of this process, and kernels
 are carried out by the NumPy reference.
+
+It is as strict as CUDA: memory pinned twice or copied while it is pinned in part, vectors at odd
+addresses, handles opened by who made them, and calls that would spoil a graph that the engine
+records, are errors.
 """
 
 from __future__ import annotations
@@ -39,6 +43,23 @@ def at(address: int, size: int) -> NDArray[np.uint8]:
     return np.frombuffer(kind.from_address(address), np.uint8)
 
 
+def check_aligned(call: Call) -> None:
+    """Fail if a kernel would load whole vectors at addresses that are none, as a GPU does."""
+    unit = int(call.name.rpartition("_")[2])
+    if unit == 1:
+        return
+    fp8 = "fp8" in call.name
+    bases, strides, _, objects, stride, *rest = call.arguments
+    planes = rest[-7 if fp8 else -3]
+    size = (
+        {"bfloat16": 2, "float16": 2, "float32": 4}[call.name.split("_")[3]] * unit if fp8 else 16
+    )
+    paged = [*at(bases, 8 * planes).view(np.uint64), *at(strides, 8 * planes).view(np.uint64)]
+    assert not [p for p in paged if int(p) % size], "misaligned pages"
+    assert objects % unit == stride % unit == 0, "a misaligned object"
+    assert fp8 or rest[-1] % unit == 0, "pages that are not whole vectors"
+
+
 class FakeDevice:
     """See the module; `advance` does one thing, `finish` all, `begin_life` uses a thread."""
 
@@ -56,6 +77,10 @@ class FakeDevice:
         self.fail_after = -1
         self.stuck = False
         self.held = threading.Event()
+        self.recording = False
+        """The engine's thread records a graph: what is not asked by kvd's own threads spoils it."""
+        self.spoiled: list[str] = []
+        self._own: set[int] = set()
         self._dead = threading.Event()
         self._names = iter(range(100, 1 << 30))
         self._guard = threading.RLock()
@@ -117,7 +142,17 @@ class FakeDevice:
 
     # ------------------------------------------------------------------------------ Device
 
+    def own_thread(self) -> None:
+        self._own.add(threading.get_ident())
+
+    def _unsafe(self, what: str) -> None:
+        """Note a call that a thread may not make while another records, unless it said so."""
+        if self.recording and threading.get_ident() not in self._own:
+            self.spoiled.append(what)
+
     def current_stream(self) -> int:
+        if self.recording:
+            raise DeviceError("the engine's stream is recorded into a graph")
         return ENGINE_STREAM
 
     def make_stream(self) -> int:
@@ -148,6 +183,7 @@ class FakeDevice:
                 self.streams[stream].append(("wait", self.events[event]))
 
     def happened(self, event: int) -> bool:
+        self._unsafe("happened")
         with self._guard:
             self._ask()
             return not self.events[event] or self.events[event] in self.reached
@@ -162,17 +198,26 @@ class FakeDevice:
         self._copy(target, source, size_bytes, stream, host=0)
 
     def _copy(self, target: int, source: int, size: int, stream: int, *, host: int) -> None:
-        if host and not any(a <= host < a + n for a, n in self.registered.items()):
+        with self._guard:
+            met = [(a, n) for a, n in self.registered.items() if a < host + size and host < a + n]
+        if host and not met:
             self.unregistered_copies += 1
+        elif host and (len(met) > 1 or host < met[0][0] or host + size > sum(met[0])):
+            raise DeviceError("a copy of memory that is pinned in part: invalid argument")
         self._do(stream, lambda: ctypes.memmove(target, source, size))
 
     def fill(self, target: int, value: int, size_bytes: int, stream: int) -> None:
         self._do(stream, lambda: ctypes.memset(target, value, size_bytes))
 
     def launch(self, call: Call, stream: int) -> None:
-        self._do(stream, lambda: reference.run(call, at))
+        def run() -> None:
+            check_aligned(call)
+            reference.run(call, at)
+
+        self._do(stream, run)
 
     def alloc(self, size_bytes: int) -> int:
+        self._unsafe("alloc")
         self._ask()
         if size_bytes > self.left_bytes:
             raise DeviceError("out of memory")
@@ -196,9 +241,14 @@ class FakeDevice:
         return self.left_bytes
 
     def register(self, address: int, size_bytes: int) -> None:
-        self._ask()
-        assert address not in self.registered
-        self.registered[address] = size_bytes
+        self._unsafe("register")
+        with self._guard:
+            self._ask()
+            if any(
+                a < address + size_bytes and address < a + n for a, n in self.registered.items()
+            ):
+                raise DeviceError("part of it is pinned already")
+            self.registered[address] = size_bytes
 
     def unregister(self, address: int) -> None:
         if not self.idle():
@@ -210,7 +260,10 @@ class FakeDevice:
         return address.to_bytes(8, "little") + bytes(56)
 
     def open(self, handle: bytes) -> int:
-        return int.from_bytes(handle[:8], "little")
+        address = int.from_bytes(handle[:8], "little")
+        if address in self.memory:
+            raise DeviceError("a handle of this process's own memory: invalid context")
+        return address
 
     def close(self, address: int) -> None:
         assert address

@@ -6,8 +6,9 @@ CuPy itself is not imported: it is not among the tests' packages, and there is n
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,20 +16,36 @@ from kvd_client.cuda.cupy_device import CupyDevice
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.kernels import NAMES, Call
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COPY = Call("kvd_scatter_16", 12, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+
 
 class RuntimeFault(RuntimeError):
     """Stands for CuPy's own error."""
 
 
+class DriverFault(RuntimeError):
+    """Stands for its error of the driver's calls."""
+
+
+class CompileFault(Exception):
+    """Stands for its compiler's."""
+
+
 class FakeRuntime:
-    """Records calls; fails where told."""
+    """Records calls; fails where told. Each thread has a current context, as in CUDA, or none."""
 
     CUDARuntimeError = RuntimeFault
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.current, self.count, self.event_status = 0, 2, 0
+        self.count, self.event_status = 2, 0
         self.fails = ""
+        self.made: set[int] = set()  # GPUs with a context
+        self.capturing: set[int] = set()  # streams
+        self._thread = threading.local()
         self.uuid = b"\x01\x02"  # a zero byte ended it early
 
     def __getattr__(self, name: str) -> Any:
@@ -36,19 +53,33 @@ class FakeRuntime:
             if name == self.fails:
                 raise RuntimeFault(f"cuda error in {name}")
             self.calls.append((name, *arguments))
+            self.setDevice(self.getDevice())  # whatever needs a context makes one
             return 77
 
         return call
+
+    @property
+    def context(self) -> int:
+        """The calling thread's: 0 for none, else its GPU's number and 1."""
+        return getattr(self._thread, "context", 0)
+
+    def set_context(self, context: int) -> None:
+        """As the driver's call."""
+        self._thread.context = context
 
     def last(self) -> tuple[Any, ...]:
         """The last call and its arguments."""
         return self.calls[-1]
 
     def getDevice(self) -> int:  # noqa: N802 - CuPy's names
-        return self.current
+        return max(0, self.context - 1)
 
     def setDevice(self, index: int) -> None:  # noqa: N802
-        self.current = index
+        self.made.add(index)
+        self.set_context(index + 1)
+
+    def streamIsCapturing(self, stream: int) -> bool:  # noqa: N802
+        return stream in self.capturing
 
     def getDeviceCount(self) -> int:  # noqa: N802
         if self.fails == "getDeviceCount":
@@ -69,28 +100,38 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     launched = fake.calls
 
     def launch(*arguments: Any) -> None:
+        if not fake.context:
+            raise DriverFault("CUDA_ERROR_INVALID_CONTEXT")
         launched.append(("launchKernel", *arguments))
 
     class Module:
         def __init__(self, **options: Any) -> None:
             assert options["backend"] == "nvrtc"
+            if fake.fails == "compile":
+                raise CompileFault("kernels.cu(1): error")
 
         def get_function(self, name: str) -> Any:
             return SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + list(NAMES).index(name)))
 
-    driver = SimpleNamespace(CUDADriverError=type("Fault", (Exception,), {}), launchKernel=launch)
-    compiler = SimpleNamespace(CompileException=type("Compile", (Exception,), {}))
+    driver = SimpleNamespace(
+        launchKernel=launch, ctxGetCurrent=lambda: fake.context, ctxSetCurrent=fake.set_context
+    )
     module: Any = ModuleType("cupy")
-    module.cuda = SimpleNamespace(runtime=fake, driver=driver, compiler=compiler)
+    stream = SimpleNamespace(ptr=5)
+    module.cuda = SimpleNamespace(
+        runtime=fake,
+        driver=driver,
+        get_current_stream=lambda index: stream,  # noqa: ARG005
+    )
     module.RawModule = Module
     monkeypatch.setitem(sys.modules, "cupy", module)
     return fake
 
 
 def test_it_knows_its_gpu_even_by_a_short_id(runtime: FakeRuntime) -> None:
-    """The id has always 16 bytes, and the GPU asked for becomes the current one."""
+    """The id has always 16 bytes, and a context is made on the GPU asked for only."""
     device = CupyDevice(1)
-    assert (runtime.current, device.name, device.multiprocessors) == (1, "H200", 132)
+    assert (runtime.made, device.name, device.multiprocessors) == ({1}, "H200", 132)
     assert device.uuid == b"\x01\x02" + bytes(14)
 
 
@@ -118,11 +159,13 @@ def test_an_event_is_over_only_when_cuda_says_so(runtime: FakeRuntime) -> None:
 
 
 def test_calls_go_to_its_gpu_and_their_errors_are_its_own(runtime: FakeRuntime) -> None:
-    """Another current GPU is changed first; CuPy's error becomes a DeviceError."""
+    """The engine's own GPU stays the current one; CuPy's error becomes a DeviceError."""
     device = CupyDevice(1)
-    runtime.current = 0
+    runtime.setDevice(0)
+    used: list[int] = []
+    device._call(lambda: used.append(runtime.getDevice()))
+    assert (used, runtime.getDevice()) == ([1], 0)
     device.copy_in(10, 20, 30, 40)
-    assert runtime.current == 1
     assert runtime.last() == ("memcpyAsync", 10, 20, 30, 1, 40)
     device.copy_out(1, 2, 3, 4)
     assert runtime.last() == ("memcpyAsync", 1, 2, 3, 2, 4)
@@ -137,9 +180,70 @@ def test_a_launch_names_kernel_grid_block_and_stream(runtime: FakeRuntime) -> No
     """The function of the name is launched with 256 threads a block on the stream."""
     device = CupyDevice(0)
     device.prepare()
-    arguments = (1, 2, 3, 4, 5, 6, 7, 8, 9)
-    device.launch(Call("kvd_scatter_16", 12, arguments), 99)
+    device.launch(COPY, 99)
     name, function, *shape, shared, stream, at, extra = runtime.last()
     assert (name, function) == ("launchKernel", 1000 + list(NAMES).index("kvd_scatter_16"))
     assert (shape, shared, stream, extra) == ([12, 1, 1, 256, 1, 1], 0, 99, 0)
     assert at
+
+
+def on_a_new_thread(what: Callable[[], object]) -> list[Exception]:
+    """Call on a thread that CUDA has never seen; what it raised."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            what()
+        except Exception as error:  # noqa: BLE001 - the test says which
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_thread_that_cuda_has_never_seen_may_launch(runtime: FakeRuntime, index: int) -> None:
+    """The driver's launch needs a current context, which only the runtime's calls make."""
+    device = CupyDevice(index)
+    device.prepare()
+    assert not on_a_new_thread(lambda: device.launch(COPY, 99))
+    assert not on_a_new_thread(device.make_event)
+    assert runtime.last() == ("eventCreateWithFlags", 2)
+    assert runtime.made == {index}  # a context takes half a GiB: none where none is used
+
+
+def test_threads_of_its_own_keep_the_gpu(runtime: FakeRuntime) -> None:
+    """They need not set it again and again, and the driver that is missing here is no failure."""
+    device = CupyDevice(1)
+    kept: list[int] = []
+
+    def run() -> None:
+        device.own_thread()
+        device.make_event()
+        kept.append(runtime.getDevice())
+
+    assert not on_a_new_thread(run)
+    assert kept == [1]
+
+
+def test_a_stream_that_is_recorded_into_a_graph_is_refused(runtime: FakeRuntime) -> None:
+    """An event of it would be a node of the graph, and never happen."""
+    device = CupyDevice(0)
+    assert device.current_stream() == 5
+    runtime.capturing.add(5)
+    with pytest.raises(DeviceError, match="graph"):
+        device.current_stream()
+
+
+def test_a_compiler_that_fails_at_the_first_launch_is_the_devices_failure(
+    runtime: FakeRuntime,
+) -> None:
+    """Its error is of a type of its own: a thread that launches must not die of it."""
+    device = CupyDevice(0)
+    runtime.fails = "compile"
+    with pytest.raises(DeviceError, match=r"kernels\.cu does not compile here"):
+        device.prepare()
+    with pytest.raises(DeviceError, match="error"):
+        device.launch(COPY, 99)

@@ -238,6 +238,26 @@ def test_a_daemon_that_dies_while_copies_run_is_a_miss_and_no_more(
     until(lambda: engine.kv.registrar.pinned_bytes > 0)
 
 
+def test_threads_of_kvd_do_not_spoil_a_graph_that_the_engine_records(
+    connect: Callable[..., Any], make_engine: Callable[..., Engine]
+) -> None:
+    """Their calls are theirs; what the engine's thread asks for meanwhile is a miss."""
+    client = connect(layout=LAYOUT)
+    engine = make_engine(client, 1)
+    hashes = client.chunk_hashes(tokens(1))
+    engine.held.set()
+    store = engine.kv.store(client.reserve(hashes), [0, 1, 2, 3])
+    engine.device.recording = True
+    engine.held.clear()
+    assert store.wait(30)
+    until(lambda: engine.kv.registrar.pinned_bytes > 0)
+    until(lambda: client.lookup(hashes).chunks == 1)
+    assert engine.kv.load(client.acquire(hashes), [4, 5, 6, 7]).state is State.FAILED
+    engine.device.recording = False
+    assert not engine.device.spoiled
+    assert engine.kv.load(client.acquire(hashes), [4, 5, 6, 7]).wait(30)
+
+
 def test_wrong_block_ids_are_refused_before_anything_is_taken_over(
     connect: Callable[..., Any], make_engine: Callable[..., Engine]
 ) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvd_client.cuda import reference
 from kvd_client.cuda.forms import Form
 from kvd_client.cuda.kernels import Axes
-from kvd_client.cuda.mover import QUEUE_MAX, Mover
+from kvd_client.cuda.mover import POLL_MIN_S, POLL_S, QUEUE_MAX, Mover
 from kvd_client.cuda.pages import DevicePages
-from kvd_client.cuda.steps import Step, stage_of, steps
+from kvd_client.cuda.steps import stage_of
 from kvd_client.cuda.transfer import Piece, State, Transfer
 from tests.gpu.fake_device import ENGINE_STREAM, FakeDevice
 
@@ -345,47 +345,24 @@ def test_the_thread_ends_what_it_was_given() -> None:
     assert bench.ends == [State.DONE] * 10
 
 
-@given(
-    objects=st.integers(1, 9),
-    stage=st.integers(1, 200),
-    layers=st.integers(1, 6),
-    by_layer=st.booleans(),
-    fp8=st.booleans(),
-)
-def test_steps_cover_every_plane_of_every_object_once(
-    objects: int, stage: int, layers: int, *, by_layer: bool, fp8: bool
-) -> None:
-    """No page is moved twice or left out, no step exceeds the stage, layers come in order."""
-    axes = Axes("bfloat16", 2, 1, 16) if fp8 else None
-    form = Form(2 * layers, 3, 64, axes)
-    layer = 2 if by_layer else 0
-    size = stage * 64
-    least = stage_of(form, layer or 1).stride
-    if size < least and size < stage_of(form, form.planes).stride:
-        with pytest.raises(ValueError, match="too small"):
-            list(steps(form, objects, size, planes_a_layer=layer))
-        return
-    seen = set()
-    last = 0
-    for step in steps(form, objects, size, planes_a_layer=layer, copy_bytes=1):
-        assert isinstance(step, Step)
-        assert step.objects * stage_of(form, step.planes).stride <= size
-        assert step.plane >= last
-        last = step.plane
-        for o in range(step.first, step.first + step.objects):
-            for p in range(step.plane, step.plane + step.planes):
-                assert (o, p) not in seen
-                seen.add((o, p))
-    assert seen == {(o, p) for o in range(objects) for p in range(form.planes)}
+def test_scales_and_codes_of_a_whole_object_are_one_copy() -> None:
+    """They follow each other in the slot, so they do on the stage: a small copy takes 5 us."""
+    bench = Bench(axes=Axes("bfloat16", 16, 4, 32), stage=PLANES)
+    copies: list[int] = []
+    for name in ("copy_in", "copy_out"):
+        plain = getattr(bench.device, name)
 
+        def counted(target: int, source: int, size: int, stream: int, plain: Any = plain) -> None:
+            copies.append(size)
+            plain(target, source, size, stream)
 
-def test_an_8b_models_objects_are_cut_evenly() -> None:
-    """Exact and FP8 objects of 32 layers go through stages of 16 MiB in two equal parts."""
-    exact = Form(64, 16, 16 * 8 * 128 * 2)
-    coded = Form(64, 16, 16 * 8 * 128 * 2, Axes("bfloat16", 16, 8, 128))
-    for form in (exact, coded):
-        cut = {(s.plane, s.planes) for s in steps(form, 4, 16 << 20)}
-        assert cut == {(0, 32), (32, 32)}
+        setattr(bench.device, name, counted)
+    store = bench.transfer("gather", [0, 1])
+    bench.run(store)
+    load = bench.transfer("scatter", [2, 3], pieces=store.pieces)
+    bench.run(load)
+    table = 2 * 4
+    assert copies == [table, bench.form.object_bytes - 64, table, bench.form.object_bytes - 64]
 
 
 @given(data=st.data(), seed=st.integers(0, 99))
@@ -423,13 +400,61 @@ def test_slots_on_the_gpu_need_no_stage_wherever_they_lie(data: st.DataObject, s
     assert all((memory[p] == 0x55).all() for p in range(9) if p not in used)
 
 
-def test_slots_in_a_row_are_one_launch() -> None:
-    """What lies in a row in a slab is copied by one kernel."""
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_slots_in_a_row_are_one_launch(order: list[int]) -> None:
+    """What lies in a row in a slab is copied by one kernel, in whatever order it was reserved."""
     bench = Bench()
     memory = np.zeros((4, bench.form.object_bytes), np.uint8)
-    pieces = [Piece(int(row.ctypes.data), on_device=True, keep=row) for row in memory]
+    rows = [memory[i] for i in order]
+    pieces = [Piece(int(row.ctypes.data), on_device=True, keep=row) for row in rows]
     launches = []
     launch = bench.device.launch
     bench.device.launch = lambda call, stream: (launches.append(call), launch(call, stream))[1]  # type: ignore[method-assign, func-returns-value]
     bench.run(bench.transfer("gather", list(range(8)), pieces=pieces))
     assert len(launches) == 1
+    for index, row in enumerate(rows):
+        assert np.array_equal(row, bench.content([2 * index, 2 * index + 1]))
+
+
+@pytest.mark.parametrize("off", [0, 2])
+def test_pages_that_are_no_whole_vectors_are_copied_by_the_byte(off: int) -> None:
+    """A GPU fails on a vector at an odd address, and the whole context with it."""
+    bench = Bench()
+    starts = [start + off for start in bench.pages.starts]
+    pages = DevicePages(starts, bench.pages.strides, blocks=BLOCKS - 1, page_bytes=PAGE_BYTES)
+    bench.mover = Mover(bench.device, pages, stage_bytes=4 << 20)
+    names = []
+    launch = bench.device.launch
+    bench.device.launch = lambda call, stream: (names.append(call.name), launch(call, stream))[1]  # type: ignore[method-assign, func-returns-value]
+    bench.run(bench.transfer("gather", [0, 1]))
+    assert bench.ends == [State.DONE]
+    assert names == ["kvd_gather_1" if off else "kvd_gather_16"]
+
+
+def test_a_short_transfer_is_looked_at_soon_and_a_long_one_seldom() -> None:
+    """Looking costs the engine its interpreter; being late costs the transfer its rate."""
+    now = [100.0]
+    bench = Bench()
+    bench.mover._clock = lambda: now[0]
+    bench.transfer("gather", [0, 1])
+    assert bench.mover.turn()
+    bench.mover._running[0].transfer.started_s = 100.0
+    for after_s, poll_s in ((0.0, POLL_MIN_S), (800e-6, 50e-6), (0.1, POLL_S)):
+        now[0] = 100.0 + after_s
+        assert bench.mover._poll_s() == pytest.approx(poll_s)
+    bench.settle()
+
+
+def test_an_error_that_no_one_foresaw_ends_the_transfer_not_the_thread() -> None:
+    """Nobody knows what is under way: it is lost, and the next one refused."""
+    bench = Bench()
+
+    def fail(*_: object) -> None:
+        raise TypeError("an integer is required")
+
+    bench.device.launch = fail  # type: ignore[method-assign, assignment]
+    lost = bench.transfer("gather", [0, 1])
+    bench.mover.turn()
+    assert lost.state is State.LOST
+    assert bench.mover.broken == "an integer is required"
+    assert bench.transfer("gather", [0, 1]).state is State.FAILED

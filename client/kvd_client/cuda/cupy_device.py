@@ -6,8 +6,10 @@ with no compiler installed. Every call below releases the GIL. Imports CuPy when
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
 _DISABLE_TIMING = 2  # cudaEventDisableTiming
 _PORTABLE = 1  # cudaHostRegisterPortable, cudaHostAllocPortable
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _LAZY_PEER = 1  # cudaIpcMemLazyEnablePeerAccess
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 _SUCCESS, _NOT_READY = 0, 600
@@ -37,8 +40,8 @@ _TYPES = {
 class CupyDevice:
     """A GPU by its CUDA index; see `device.Device`.
 
-    Making one creates a context on that GPU and on no other. Threads that call it are given the GPU
-    as their current one.
+    Making one creates a context on that GPU and on no other. A thread that calls it finds the GPU
+    that was its current one before still current afterwards.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -49,18 +52,18 @@ class CupyDevice:
         """
         try:
             import cupy
-        except ImportError as error:
+        except Exception as error:  # CuPy's loader raises what it likes
             text = f"CuPy is not installed ({error}): pip install 'kvd[cuda13]' or 'kvd[cuda12]'"
             raise DeviceError(text) from error
         self._cupy = cupy
+        self._entered = threading.local()
         self._runtime = cupy.cuda.runtime
         self.index = index
         try:
             count = self._runtime.getDeviceCount()
             if not 0 <= index < count:
                 raise DeviceError(f"no CUDA device {index}: this process sees {count}")
-            self._runtime.setDevice(index)
-            properties = self._runtime.getDeviceProperties(index)
+            properties = self._call(self._runtime.getDeviceProperties, index)
         except DeviceError:
             raise
         except Exception as error:  # CuPy's own types, and what its loader raises
@@ -73,16 +76,37 @@ class CupyDevice:
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
         """Call the runtime with this GPU as the thread's current one."""
         try:
-            self._enter()
-            return call(*arguments)
-        except self._runtime.CUDARuntimeError as error:
-            raise DeviceError(str(error)) from error
-        except self._cupy.cuda.driver.CUDADriverError as error:
-            raise DeviceError(str(error)) from error
-
-    def _enter(self) -> None:
-        if self._runtime.getDevice() != self.index:
+            if self._runtime.getDevice() == self.index:
+                if not getattr(self._entered, "ever", False):  # a new thread has no context yet
+                    self._runtime.setDevice(self.index)
+                    self._entered.ever = True
+                return call(*arguments)
+            driver = self._cupy.cuda.driver
+            before = driver.ctxGetCurrent()
             self._runtime.setDevice(self.index)
+            try:
+                return call(*arguments)
+            finally:  # not `setDevice`, which would make a context where none was
+                driver.ctxSetCurrent(before)
+        except DeviceError:
+            raise
+        except Exception as error:  # CuPy's errors have several types, its loader's yet others
+            raise DeviceError(f"{error}" or type(error).__name__) from error
+
+    def own_thread(self) -> None:
+        """Make this GPU the thread's current one for good.
+
+        And let its calls not spoil a graph that another thread records meanwhile: CUDA counts
+        allocating, pinning and looking at events among what could be meant to be in it.
+        """
+        try:
+            self._runtime.setDevice(self.index)
+            self._entered.ever = True
+        except Exception as error:
+            raise DeviceError(f"{error}") from error
+        with contextlib.suppress(OSError, AttributeError):  # then graphs are recorded at start only
+            mode = ctypes.c_int(_CAPTURE_RELAXED)
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     @cached_property
     def _kernels(self) -> dict[str, Any]:
@@ -95,15 +119,22 @@ class CupyDevice:
         """Compile the kernels now; otherwise the first launch does."""
         try:
             self._call(lambda: self._kernels)
-        except self._cupy.cuda.compiler.CompileException as error:
+        except DeviceError as error:
             raise DeviceError(f"kernels.cu does not compile here: {error}") from error
 
     def current_stream(self) -> int:
         """Return torch's current stream where torch is loaded, CuPy's otherwise."""
+        return int(self._call(self._stream))
+
+    def _stream(self) -> int:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            return int(torch.cuda.current_stream(self.index).cuda_stream)
-        return int(self._cupy.cuda.get_current_stream(self.index).ptr)
+            stream = int(torch.cuda.current_stream(self.index).cuda_stream)
+        else:
+            stream = int(self._cupy.cuda.get_current_stream(self.index).ptr)
+        if self._runtime.streamIsCapturing(stream):
+            raise DeviceError("the engine's stream is recorded into a graph")
+        return stream
 
     def make_stream(self) -> int:
         return int(self._call(self._runtime.streamCreateWithFlags, _NON_BLOCKING))

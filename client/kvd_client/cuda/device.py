@@ -4,7 +4,8 @@ Addresses, streams and events are integers. No call waits for the GPU but `copy_
 of memory that is not registered, which the driver stages itself, and `alloc`, `free`, `register`
 and `unregister`; the engine's thread makes none of these.
 
-Whatever fails raises `DeviceError`, and nothing else. After one, the device is not asked again.
+Whatever fails raises `DeviceError`, and nothing else. After one, the device is not asked again, but
+where `alloc`, `register` and `open` fail: these leave it as it was.
 """
 
 from __future__ import annotations
@@ -37,8 +38,16 @@ class Device(Protocol):
     uuid: bytes
     multiprocessors: int
 
+    def own_thread(self) -> None:
+        """Say that the calling thread is kvd's own, and nobody else's work is done on it."""
+        ...
+
     def current_stream(self) -> int:
-        """Return the stream on which the calling thread's engine works now."""
+        """Return the stream on which the calling thread's engine works now.
+
+        Raises:
+            DeviceError: Its work is being recorded into a graph, where no copy can be a part.
+        """
         ...
 
     def make_stream(self) -> int:
@@ -102,7 +111,11 @@ class Device(Protocol):
         ...
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Pin host memory that is mapped already, for copies at the full rate."""
+        """Pin host memory that is mapped already, for copies at the full rate.
+
+        Nothing of it may be pinned yet. A copy is of memory that one call has pinned, or of memory
+        of which nothing is: others fail.
+        """
         ...
 
     def unregister(self, address: int) -> None:

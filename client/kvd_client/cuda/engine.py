@@ -82,7 +82,7 @@ class DeviceKV:
         self._device = device
         self._header = self._form.header()
         self.mover = Mover(device, pages, stage_bytes=stage_bytes, header=self._header)
-        self.registrar = Registrar(device)
+        self.registrar = Registrar.of(client, device).join(self)
         self.imports = Imports(client, device)
         self._told_epoch = 0
         self._use_gpu()
@@ -192,7 +192,7 @@ class DeviceKV:
             self._client.begin_use_gpu(self._device.uuid)
 
     def _address(self, view: memoryview) -> int:
-        return self.registrar.address(view, self._client.epoch)
+        return self.registrar.address(view, self._client.epoch, self)
 
     def _begin(
         self,
@@ -243,7 +243,7 @@ class DeviceKV:
     def idle(self) -> None:
         """Let go of what belongs to a daemon that is gone; no transfer may be under way."""
         self._use_gpu()
-        self.registrar.retire(self._client.epoch)
+        self.registrar.retire(self._client.epoch, self)
         try:
             self.imports.retire(self._client.epoch)
         except DeviceError:
@@ -256,7 +256,7 @@ class DeviceKV:
         """
         ended = self.mover.close(timeout_s)
         if ended:
-            self.registrar.close()
+            self.registrar.close(self)
             self.imports.close()
         return ended
 

@@ -13,7 +13,8 @@
 // the same file is compiled as C++ for the CPU (tests/cuda_cpu.h) and compared with the references.
 //
 // Block ids, strides and sizes are checked by the host before a launch. Strides are in bytes.
-// Any grid and block size is right; kernels with FP8 want a block a (plane, head).
+// Any grid and block size is right; kernels with FP8 want a block a (plane, head). The pieces of a
+// launch (pages of planes of objects, or heads) are fewer than 2**31.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -28,11 +29,10 @@ static __device__ __forceinline__ void copy_pages(
     u32 count, u32 planes, u32 pages, u32 page_bytes, bool gather)
 {
     const u32 units = page_bytes / sizeof(Unit);
-    const u64 pieces = (u64)count * planes * pages;
-    for (u64 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
-        const u32 page = (u32)(piece % pages);
-        const u32 plane = (u32)(piece / pages % planes);
-        const u32 object = (u32)(piece / pages / planes);
+    const u32 pieces = count * planes * pages;
+    for (u32 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+        const u32 page = piece % pages, row = piece / pages;      // 64-bit divisions take as long
+        const u32 plane = row % planes, object = row / planes;    // as the copy of a page
         const int block = blocks[(u64)object * pages + page];
         if (block < 0) continue;  // a page that stays as it is
         Unit* paged = (Unit*)(bases[plane] + (u64)block * strides[plane]);
@@ -177,11 +177,10 @@ static __device__ __forceinline__ void gather_fp8(
     typedef Values<Item, N> Source;
     typedef Values<u8, N> Target;
     __shared__ u32 largest, untamed;
-    const u64 items = (u64)count * planes * heads;
-    for (u64 item = blockIdx.x; item < items; item += gridDim.x) {
-        const u32 head = (u32)(item % heads);
-        const u32 plane = (u32)(item / heads % planes);
-        const u32 object = (u32)(item / heads / planes);
+    const u32 items = count * planes * heads;
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+        const u32 head = item % heads, row = item / heads;
+        const u32 plane = row % planes, object = row / planes;
         const int* own = blocks + (u64)object * pages;
         const u64 base = bases[plane], stride = strides[plane];
         Walk walk = {run / N, rows * (run / N), heads, run, head, (u64)rows * heads * run};
@@ -234,11 +233,10 @@ static __device__ __forceinline__ void scatter_fp8(
     typedef typename Kind::Item Item;
     typedef Values<u8, N> Source;
     typedef Values<Item, N> Target;
-    const u64 items = (u64)count * planes * heads;
-    for (u64 item = blockIdx.x; item < items; item += gridDim.x) {
-        const u32 head = (u32)(item % heads);
-        const u32 plane = (u32)(item / heads % planes);
-        const u32 object = (u32)(item / heads / planes);
+    const u32 items = count * planes * heads;
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+        const u32 head = item % heads, row = item / heads;
+        const u32 plane = row % planes, object = row / planes;
         const int* own = blocks + (u64)object * pages;
         const u64 base = bases[plane], stride = strides[plane];
         Walk walk = {run / N, rows * (run / N), heads, run, head, (u64)rows * heads * run};

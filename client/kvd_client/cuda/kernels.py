@@ -17,6 +17,8 @@ SOURCE: Final = Path(__file__).with_name("kernels.cu")
 OPTIONS: Final = ("--std=c++14",)
 THREADS: Final = 256
 """Threads a block, for every kernel."""
+PIECES_MAX: Final = 1 << 31
+"""A launch has fewer pieces: the kernels count them in 32 bits."""
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100")
 """What `make lint` compiles for: A100, H100 and H200, B200."""
 
@@ -108,6 +110,7 @@ def copy_call(
     """
     count, planes, pages = shape
     arguments = (bases, strides, blocks, objects, object_stride, count, planes, pages, page_bytes)
+    assert count * planes * pages < PIECES_MAX
     grid = max(1, min(count * planes * pages, grid_max))
     return Call(f"kvd_{direction}_{16 if wide else 1}", grid, arguments)
 
@@ -144,6 +147,7 @@ def fp8_call(
     tail = (count, planes, pages, axes.rows, axes.heads, axes.run, *EXPONENTS[axes.dtype])
     arguments = (*head, wild, *tail) if direction == "gather" else (*head, *tail)
     vector = _VECTOR[axes.dtype] if wide else 1
+    assert count * planes * axes.heads < PIECES_MAX
     grid = max(1, min(count * planes * axes.heads, grid_max))
     return Call(f"kvd_{direction}_fp8_{axes.dtype}_{vector}", grid, arguments)
 

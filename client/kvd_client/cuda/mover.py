@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.kernels import aligned, copy_call, fp8_call, fp8_wide
 from kvd_client.cuda.steps import COPY_BYTES_MIN, Step, stage_of, steps
 from kvd_client.cuda.transfer import State
+from kvd_client.cuda.waits import precise_waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
     from kvd_client.cuda.pages import DevicePages
     from kvd_client.cuda.transfer import Piece, Transfer
 
-STAGE_BYTES_DEFAULT: Final = 64 << 20
-"""GPU memory for staging: four stages, two a direction."""
+STAGE_BYTES_DEFAULT: Final = 4 * ((32 << 20) + (64 << 10))
+"""GPU memory for staging: four stages, two a direction.
+
+Each takes 32 MiB, with the scales of FP8: smaller copies leave gaps on the bus."""
 QUEUE_MAX: Final = 64
 """Most transfers that wait; more are refused, which is a miss."""
 SLOTS: Final = 8
@@ -50,6 +54,10 @@ TABLE_BYTES: Final = 256 << 10
 LOST_S: Final = 60.0
 """A transfer that takes longer is given up, and the device with it."""
 POLL_S: Final = 100e-6
+"""Longest time between two looks at what is under way."""
+POLL_MIN_S: Final = 20e-6
+POLLS_A_COPY: Final = 16
+"""A transfer is seen to end late by at most this part of its time, for short ones."""
 _STREAMS: Final = 2
 _BLOCKS_A_MULTIPROCESSOR: Final = 4
 
@@ -137,6 +145,7 @@ class Mover:
     def _upload_planes(self) -> None:
         """Put the planes' addresses and strides where the kernels read them."""
         words = [*self.pages.starts, *self.pages.strides]
+        self._paged = (math.gcd(*words),)
         self._put(self._pinned, ctypes.c_uint64, words)
         ctypes.memmove(self._pinned + self._header_at, self._header, len(self._header))
         first, *others = [stream for lane in self._lanes.values() for stream in lane.streams]
@@ -210,13 +219,24 @@ class Mover:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        try:
+            self.device.own_thread()
+        except DeviceError as error:
+            self._break(str(error))
+        precise_waits()
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self._queue or self._running)
                 if self._closing and not self._queue and not self._running:
                     return
             if self.turn():
-                time.sleep(POLL_S)
+                with self._wake:
+                    self._wake.wait_for(lambda: self._queue and self._free, self._poll_s())
+
+    def _poll_s(self) -> float:
+        """Return how long to wait before the next look: the less, the younger what is under way."""
+        youngest = max(running.transfer.started_s for running in self._running)
+        return min(POLL_S, max(POLL_MIN_S, (self._clock() - youngest) / POLLS_A_COPY))
 
     def turn(self) -> bool:
         """Begin what may begin, end what has ended; tell whether something is under way."""
@@ -229,8 +249,8 @@ class Mover:
                 self._running.append(running)
                 self._enqueue(running)
             self._look()
-        except DeviceError as error:
-            self._break(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it was: what is under way is not known
+            self._break(f"{error}" or type(error).__name__)
         return bool(self._running)
 
     def _next(self) -> Transfer | None:
@@ -356,8 +376,11 @@ class Mover:
         load = transfer.direction == "scatter"
         for k in range(step.objects):
             slot, there = transfer.pieces[step.first + k].address, stage + k * place.stride
-            parts = [(form.codes_at + step.plane * form.plane_bytes, 0, place.codes_bytes)]
-            if form.scales_bytes:
+            codes = form.codes_at + step.plane * form.plane_bytes
+            parts = [(codes, place.codes_at, place.codes_bytes)]
+            if place.joined:
+                parts = [(form.scales_at, place.scales_at, form.object_bytes - form.scales_at)]
+            elif form.scales_bytes:
                 begin = form.scales_at + step.plane * form.scales_bytes
                 parts.append((begin, place.scales_at, step.planes * form.scales_bytes))
             for in_slot, in_stage, size in parts:
@@ -371,7 +394,7 @@ class Mover:
         transfer, planes = running.transfer, self.pages.planes
         form, piece = transfer.form, transfer.pieces[step.first]
         place = stage_of(form, step.planes)
-        objects, scales, stride = stage, stage + place.scales_at, place.stride
+        objects, scales, stride = stage + place.codes_at, stage + place.scales_at, place.stride
         if piece.on_device:
             objects = piece.address + form.codes_at + step.plane * form.plane_bytes
             scales = piece.address + form.scales_at + step.plane * form.scales_bytes
@@ -379,7 +402,6 @@ class Mover:
         blocks = self._tables + self._fixed + running.slot * TABLE_BYTES
         bases = self._tables + 8 * step.plane
         strides = self._tables + 8 * (planes + step.plane)
-        paged = (*self.pages.starts, *self.pages.strides)
         shape = (step.objects, step.planes, form.pages)
         blocks += 4 * step.first * form.pages
         if form.axes is None:
@@ -392,7 +414,7 @@ class Mover:
                 object_stride=stride,
                 shape=shape,
                 page_bytes=form.page_bytes,
-                wide=aligned(16, objects, stride, form.page_bytes, *paged),
+                wide=aligned(16, objects, stride, form.page_bytes, *self._paged),
                 grid_max=self._grid_max,
             )
         return fp8_call(
@@ -406,7 +428,7 @@ class Mover:
             exponents=scales,
             exponent_stride=stride,
             shape=shape,
-            wide=fp8_wide(form.axes, paged, (objects, stride)),
+            wide=fp8_wide(form.axes, self._paged, (objects, stride)),
             grid_max=self._grid_max,
         )
 

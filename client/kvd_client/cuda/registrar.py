@@ -1,30 +1,36 @@
 """Pins the host slabs that an engine has mapped, one after the other, behind its back.
 
 A slab is pinned when a transfer first names it; until then its copies go through the driver's own
-staging, at a third of the rate, and nothing waits. The thread pins in pieces, so that it can stop.
+staging, at a third of the rate, and nothing waits. One that cannot be pinned stays that way.
 
-Ownership: an entry holds the slab's map. It is undone by `retire`, when no transfer runs, or by
-`close`: memory that is unmapped while it is pinned is the driver's undoing.
+A slab is pinned whole, by one call: a copy of memory that is pinned in part, or by two calls, is
+an error to CUDA. And by one registrar, whatever the number of layer groups with pages in it: to pin
+memory twice is an error too, and who undoes the first would pull it from under the second.
+
+Ownership: an entry holds the slab's map. It is undone by `retire`, when no user's transfer runs, or
+by the last `close`: memory that is unmapped while it is pinned is the driver's undoing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvd_client.cuda.device import DeviceError
 
 if TYPE_CHECKING:
-    from kvd_client.cuda.device import Device
+    from typing import Self
 
-PIECE_BYTES: Final = 64 << 20
+    from kvd_client.cuda.device import Device
 
 
 class Slab:
-    """A mapped slab: where it lies, and how much of it is pinned."""
+    """A mapped slab: where it lies, whether it is pinned, and whose transfers name it."""
 
-    __slots__ = ("address", "epoch", "keep", "pieces", "pinned_bytes", "size_bytes")
+    __slots__ = ("address", "epoch", "keep", "pinned", "size_bytes", "users")
 
     def __init__(self, view: memoryview, epoch: int) -> None:
         import numpy as np
@@ -34,50 +40,66 @@ class Slab:
         self.address = int(whole.ctypes.data)
         self.size_bytes = int(whole.size)
         self.epoch = epoch
-        self.pieces: list[int] = []
-        self.pinned_bytes = 0
+        self.pinned = False
+        self.users: set[object] = set()
 
 
 class Registrar:
-    """What of the host tier is pinned for one GPU."""
+    """What of the host tier is pinned for one GPU. Any thread."""
 
     def __init__(self, device: Device) -> None:
         """Start with nothing pinned; `start` begins the thread."""
         self._device = device
-        self._slabs: dict[int, Slab] = {}
+        self._slabs: dict[int, Slab] = {}  # by the identity of its map
         self._todo: deque[Slab] = deque()
         self._wake = threading.Condition()
-        self._closing = False
+        self.closed = False
         self._thread: threading.Thread | None = None
+        self._users: set[object] = set()
         self.failed = ""
+
+    @classmethod
+    def of(cls, owner: object, device: Device) -> Registrar:
+        """Return the one for all that have the slabs mapped through this owner, a client."""
+        with _GUARD:
+            found = _REGISTRARS.get(owner)
+            if found is None or found.closed:
+                found = _REGISTRARS[owner] = cls(device)
+            return found
+
+    def join(self, user: object) -> Self:
+        """Count in a user, until its `close`."""
+        with self._wake:
+            self._users.add(user)
+        return self
 
     def start(self) -> None:
         """Begin the thread."""
-        self._thread = threading.Thread(target=self._run, name="kvd-pin", daemon=True)
+        with self._wake:
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._run, name="kvd-pin", daemon=True)
         self._thread.start()
 
-    def address(self, view: memoryview, epoch: int) -> int:
+    def address(self, view: memoryview, epoch: int, user: object = None) -> int:
         """Return the address of a slot's bytes, and see to it that its slab gets pinned."""
         import numpy as np
 
-        address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+        address = int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
         with self._wake:
-            for slab in self._slabs.values():
-                if slab.address <= address < slab.address + slab.size_bytes:
-                    return address
-            slab = Slab(view, epoch)
-            self._slabs[slab.address] = slab
-            if not self.failed:
+            slab = self._slabs.get(id(view.obj))
+            if slab is None:
+                slab = self._slabs[id(view.obj)] = Slab(view, epoch)
                 self._todo.append(slab)
                 self._wake.notify()
+            slab.users.add(user)
         return address
 
     def pinned(self, address: int) -> bool:
-        """Tell whether the slab of an address is pinned as a whole."""
+        """Tell whether the slab of an address is pinned."""
         with self._wake:
             return any(
-                slab.address <= address < slab.address + slab.size_bytes
-                and slab.pinned_bytes == slab.size_bytes
+                slab.address <= address < slab.address + slab.size_bytes and slab.pinned
                 for slab in self._slabs.values()
             )
 
@@ -85,63 +107,68 @@ class Registrar:
     def pinned_bytes(self) -> int:
         """Bytes pinned so far."""
         with self._wake:
-            return sum(slab.pinned_bytes for slab in self._slabs.values())
+            return sum(slab.size_bytes for slab in self._slabs.values() if slab.pinned)
 
     def step(self) -> bool:
-        """Pin one piece; tell whether there is more to do."""
+        """Pin one slab; tell whether there is more to do."""
         with self._wake:
-            if not self._todo or self._closing or self.failed:
+            if not self._todo or self.closed:
                 return False
             slab = self._todo[0]
-        at = slab.address + slab.pinned_bytes
-        size = min(PIECE_BYTES, slab.size_bytes - slab.pinned_bytes)
+        error = ""
         try:
-            self._device.register(at, size)
-        except DeviceError as error:
-            with self._wake:  # slower, and nothing worse: copies do not need it
-                self.failed = str(error)
-                self._todo.clear()
-            return False
+            self._device.register(slab.address, slab.size_bytes)
+        except DeviceError as failed:
+            error = str(failed)  # slower, and nothing worse: copies do not need it
         with self._wake:
-            slab.pieces.append(at)
-            slab.pinned_bytes += size
-            if slab.pinned_bytes == slab.size_bytes:
-                self._todo.popleft()
+            slab.pinned = not error
+            self.failed = self.failed or error
+            self._todo.popleft()
             return bool(self._todo)
 
     def _run(self) -> None:
+        with contextlib.suppress(DeviceError):  # then it fails to pin, too
+            self._device.own_thread()
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._todo)
-                if self._closing:
+                self._wake.wait_for(lambda: self.closed or self._todo)
+                if self.closed:
                     return
             self.step()
 
-    def retire(self, epoch: int) -> None:
-        """Let go of the slabs of other epochs; no transfer may be under way."""
+    def retire(self, epoch: int, user: object = None) -> None:
+        """Let go of the slabs of other epochs, as far as this user goes: nothing of it may run."""
         with self._wake:
-            old = [slab for slab in self._slabs.values() if slab.epoch != epoch]
-            for slab in old:
+            for key, slab in list(self._slabs.items()):
+                if slab.epoch == epoch:
+                    continue
+                slab.users.discard(user)
+                if slab.users:
+                    continue
                 if slab in self._todo:
                     if self._todo[0] is slab:
                         continue  # being pinned at this moment: next time
                     self._todo.remove(slab)
-                del self._slabs[slab.address]
+                del self._slabs[key]
                 self._undo(slab)
 
     def _undo(self, slab: Slab) -> None:
-        for at in slab.pieces:
-            try:
-                self._device.unregister(at)
-            except DeviceError as error:
-                self.failed = self.failed or str(error)
-                _KEPT.append(slab.keep)  # still pinned, perhaps: never unmap it
-        slab.pieces.clear()
+        if not slab.pinned:
+            return
+        slab.pinned = False
+        try:
+            self._device.unregister(slab.address)
+        except DeviceError as error:
+            self.failed = self.failed or str(error)
+            _KEPT.append(slab.keep)  # still pinned, perhaps: never unmap it
 
-    def close(self) -> None:
-        """Stop, and undo everything; no transfer may be under way."""
-        with self._wake:
-            self._closing = True
+    def close(self, user: object = None) -> None:
+        """Count out a user with nothing under way; the last one's undoes everything."""
+        with _GUARD, self._wake:
+            self._users.discard(user)
+            if self._users:
+                return
+            self.closed = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
@@ -150,5 +177,7 @@ class Registrar:
         self._slabs.clear()
 
 
+_GUARD = threading.Lock()
+_REGISTRARS: weakref.WeakKeyDictionary[Any, Registrar] = weakref.WeakKeyDictionary()
 _KEPT: list[Any] = []
 """Maps that outlive everything, as the driver may still have them pinned."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 COPY_BYTES_MIN = 4 << 20
 """Copies by layer take in as many layers as make this much: smaller ones do not fill the bus."""
 ALIGN_BYTES = 256
+VECTOR_BYTES = 16
+"""The kernels' widest load."""
 
 
 class Step(NamedTuple):
@@ -31,19 +33,33 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """How one object's part of a step lies in a stage."""
+    """How one object's part of a step lies in a stage.
 
+    Attributes:
+        codes_at: Where its planes begin.
+        codes_bytes: Of its planes.
+        scales_at: Where their scales begin.
+        stride: From one object to the next.
+        joined: Scales and planes follow each other as in the slot: one copy brings both.
+    """
+
+    codes_at: int
     codes_bytes: int
     scales_at: int
     stride: int
+    joined: bool = False
 
 
 def stage_of(form: Form, planes: int) -> Stage:
     """Lay out `planes` planes of an object in a stage."""
-    codes = planes * form.plane_bytes
-    scales_at = -(-codes // ALIGN_BYTES) * ALIGN_BYTES
-    end = scales_at + planes * form.scales_bytes
-    return Stage(codes, scales_at, -(-end // ALIGN_BYTES) * ALIGN_BYTES)
+    codes, scales = planes * form.plane_bytes, planes * form.scales_bytes
+    if scales and planes == form.planes and scales % VECTOR_BYTES == 0:
+        return Stage(scales, codes, 0, _up(scales + codes), joined=True)
+    return Stage(0, codes, _up(codes), _up(_up(codes) + scales))
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def steps(

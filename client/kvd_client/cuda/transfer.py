@@ -97,8 +97,12 @@ class Transfer:
         self.form = form
         self.by_layer = by_layer
         self.planes_a_layer = planes_a_layer
-        # Slots in host memory first: the mover treats the two kinds apart.
-        order = sorted(range(len(pieces)), key=lambda i: pieces[i].on_device)
+        # Slots in host memory first: the mover treats the two kinds apart. Those on the GPU by
+        # their addresses: what lies at one distance is one launch.
+        order = sorted(
+            range(len(pieces)),
+            key=lambda i: (pieces[i].on_device, pieces[i].address * pieces[i].on_device),
+        )
         self.pieces = [pieces[i] for i in order]
         self.blocks = [b for i in order for b in blocks[i * form.pages : (i + 1) * form.pages]]
         self.after = after
