@@ -266,6 +266,15 @@ def test_import_stays_light(module: str, banned: frozenset[str]) -> None:
     assert not loaded.intersection(banned)
 
 
+def test_a_daemon_needs_little() -> None:
+    """Host and GPU memory alone need no library of what can be turned on beside them."""
+    loaded = loaded_by("import kvd.daemon, kvd.gpu, kvd.tiers.gpu, kvd.tiers.host")
+    assert "kvd.tiers.gpu" in loaded
+    assert not loaded.intersection(
+        {"zmq", "aiofiles", "lmdb", "numba", "prometheus_client", "redis", "zstandard", "nixl"}
+    )
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_is_heavy_before_it_runs(name: str) -> None:
     """The command's module, and so its --help, loads nothing that takes long."""

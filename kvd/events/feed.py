@@ -9,7 +9,6 @@ import msgpack
 
 from kvd.clock import epoch_now
 from kvd.events.journal import Journal
-from kvd.events.publisher import Publisher
 
 if TYPE_CHECKING:
     from kvd.catalog import Catalog
@@ -30,6 +29,8 @@ class EventFeed:
         Raises:
             StartError: An endpoint cannot be had; the text says what to change.
         """
+        from kvd.events.publisher import Publisher  # with ZeroMQ, which not every host has
+
         self._knobs = knobs
         self._publisher = Publisher(knobs)
         self._journal = Journal(catalog, knobs.hashes)
