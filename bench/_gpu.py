@@ -7,9 +7,6 @@ with a fake GPU and small sizes. Needs torch, NumPy and msgpack; on a GPU also C
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kvd_client
 from bench._daemon import DaemonProcess
+from bench._gpu_machine import missing
 from kvd_client.cuda.engine import DeviceKV
 from kvd_client.cuda.forms import fp8_layout
 from kvd_client.cuda.pages import DevicePages
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from kvd_client.cuda.device import Device
     from kvd_client.cuda.transfer import Transfer
 
-NEEDED = ("torch", "numpy", "msgpack", "posix_ipc", "cupy")
 WAIT_S = 30.0
 
 
@@ -68,9 +65,9 @@ class NotHere(Exception):
 
 def real_device() -> Device:
     """Open GPU 0; raises NotHere with the reason and the mend."""
-    missing = [name for name in NEEDED if not _importable(name)]
-    if missing:
-        raise NotHere(f"not installed: {', '.join(missing)}")
+    lacking = missing()
+    if lacking:
+        raise NotHere("; ".join(f"{name}: {error}" for name, error in lacking.items()))
     import torch
 
     from kvd_client.cuda.cupy_device import CupyDevice
@@ -85,48 +82,6 @@ def real_device() -> Device:
     except DeviceError as error:
         raise NotHere(str(error)) from error
     return device
-
-
-def _importable(name: str) -> bool:
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
-
-
-def machine() -> dict[str, Any]:
-    """Say on what this runs."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
-    for name in ("torch", "cupy", "numpy", "transformers", "msgpack", "numba", "lmdb", "aiofiles"):
-        try:
-            found[name] = str(getattr(__import__(name), "__version__", "there"))
-        except Exception as error:  # noqa: BLE001 - a broken library must not hide the rest
-            found[name] = f"missing ({type(error).__name__})"
-    ask = "--query-gpu=name,driver_version,memory.total,pcie.link.gen.current"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
-            ["nvidia-smi", ask, "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-        found["gpu"] = told.stdout.strip()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-        found["commit"] = told.stdout.strip()
-    return found
 
 
 class Engine:
@@ -206,6 +161,23 @@ class Engine:
         if not transfer.wait(WAIT_S):
             raise AssertionError(f"a load ended as {transfer.state}: {self.side.mover.broken}")
         return transfer
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a prompt takes in the tiers."""
+        chunks = self.shape.tokens // self.shape.chunk
+        return chunks * self.client.layout.groups[0].object_bytes
+
+    def pinned(self) -> int:
+        """Wait until all host slabs that were named are pinned; their bytes."""
+        registrar = self.side.registrar
+        until(
+            lambda: bool(registrar.failed) or not registrar._todo,  # noqa: SLF001 - nothing tells
+            "host memory does not get pinned",
+        )
+        if registrar.failed:
+            raise AssertionError(f"host memory cannot be pinned: {registrar.failed}")
+        return registrar.pinned_bytes
 
     def content(self, blocks: Sequence[int]) -> list[Any]:
         """Give the pages of these blocks, layer by layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,14 +35,26 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
         print("  " + "  ".join(cells).rstrip())
 
 
-def print_json(figures: Mapping[str, object]) -> None:
-    """Print one JSON object on one line, floats to four significant digits."""
+def to_json(figures: Mapping[str, object]) -> str:
+    """Give one JSON object on one line, floats to four significant digits."""
     rounded = {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in figures.items()
     }
-    json.dump(rounded, sys.stdout)
-    print()
+    return json.dumps(rounded)
+
+
+def print_json(figures: Mapping[str, object]) -> None:
+    """Print one JSON object on one line, floats to four significant digits."""
+    print(to_json(figures))
+
+
+def keep(path: str, figures: Mapping[str, object]) -> None:
+    """Write what there is so far to a file, whole or not at all; an empty path writes nothing."""
+    if path:
+        new = Path(f"{path}.new")
+        new.write_text(to_json(figures) + "\n", encoding="utf-8")
+        new.replace(path)
 
 
 def report(title: str, figures: Mapping[str, object], *, as_json: bool) -> None:

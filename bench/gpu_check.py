@@ -2,6 +2,7 @@
 
     python -m bench.gpu_check            # all checks
     python -m bench.gpu_check kernels    # one of them
+    python -m bench.gpu_check --json     # one JSON object at the end
 
 Needs no pytest, so that it runs where only kvd's own wheels are; tests/gpu/test_device.py runs the
 same checks. Prints a line a check; ends with 0, 1 for a failed check, 3 without a GPU.
@@ -10,58 +11,22 @@ same checks. Prints a line a check; ends with 0, 1 for a failed check, 3 without
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bench import _gpu
-from bench.gpu import GIB, NO_DEVICE
+from bench import _gpu, _gpu_kill, _gpu_place
+from bench._table import keep, print_json
+from bench.gpu import NO_DEVICE
 from kvd_client.cuda.forms import Form as Bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from kvd_client.cuda.device import Device
+    from bench._gpu_place import Place
     from kvd_client.cuda.transfer import Transfer
     from kvd_client.paged import Form
-
-KILLS: Final = 20
-TOGETHER: Final = 5
-"""Engines to kill that are started side by side."""
-SLACK_BYTES: Final = 2 << 20
-SMALL: Final = _gpu.Shape(layers=4, heads=4, dim=64, tokens=1024, blocks=512)
-ROOT: Final = Path(__file__).resolve().parent.parent
-
-
-class Place:
-    """Where the checks run: a GPU, or a fake one with everything made small."""
-
-    def __init__(
-        self,
-        device: Device,
-        where: str = "cuda",
-        *,
-        main: str = "kvd",
-        child: str = "bench.gpu_check",
-        kills: int = KILLS,
-    ) -> None:
-        """Keep them; `main` and `child` are the modules run as daemon and as engine to kill."""
-        self.child = child
-        self.device, self.where, self.main, self.kills = device, where, main, kills
-        big = where == "cuda"
-        self.host_bytes = 2 * GIB if big else 64 << 20
-        self.gpu_bytes = GIB if big else 16 << 20
-        self.slab_bytes = 256 << 20 if big else 4 << 20
-
-    def engine(self, socket: str, *, fp8: bool = False) -> _gpu.Engine:
-        """Make an engine here."""
-        return _gpu.Engine(self.device, socket, SMALL, where=self.where, fp8=fp8)
 
 
 # ------------------------------------------------------------------------------- kernels, no daemon
@@ -201,25 +166,19 @@ def _fp8(place: Place, dtype: Any, *, heads_first: bool) -> None:  # noqa: ANN40
 
 def round_trip(place: Place) -> None:
     """Store and load through host memory, whole and by layer, with work on the stream around."""
-    with _gpu.daemon(place.host_bytes, main=place.main) as running:
+    with place.daemon(gpu=False) as running:
         for fp8 in (False, True):
-            with _gpu.Engine(
-                place.device, running.socket, SMALL, where=place.where, fp8=fp8
-            ) as engine:
+            with place.engine(running.socket, place.small, fp8=fp8) as engine:
                 _trip(engine, exact=not fp8)
 
 
 def gpu_tier(place: Place) -> None:
     """The same through the GPU tier, between two engines."""
-    with _gpu.daemon(
-        place.host_bytes, place.gpu_bytes, slab_bytes=place.slab_bytes, main=place.main
-    ) as running:
+    with place.daemon() as running:
         for fp8 in (False, True):
-            with _gpu.Engine(
-                place.device, running.socket, SMALL, where=place.where, fp8=fp8
-            ) as engine:
-                place_of = engine.client.reserve(engine.hashes(77, SMALL.chunk)).placed[0].on_gpu
-                if place_of is None:
+            with place.engine(running.socket, place.small, fp8=fp8) as engine:
+                hashes = engine.hashes(77, place.small.chunk)
+                if engine.client.reserve(hashes).placed[0].on_gpu is None:
                     raise AssertionError("the daemon gave no place in GPU memory")
                 _trip(engine, exact=not fp8)
 
@@ -265,161 +224,57 @@ def _relative(one: Any, two: Any) -> float:  # noqa: ANN401 - tensors
     return float(((one.float() - two.float()).abs() / two.float().abs().clamp(min=floor)).max())
 
 
-def engines_killed(place: Place) -> None:
-    """Kill an engine mid-copy again and again: the other's bytes stay, and so does free memory."""
-    with (
-        _gpu.daemon(
-            place.host_bytes, place.gpu_bytes, slab_bytes=place.slab_bytes, main=place.main
-        ) as running,
-        place.engine(running.socket) as engine,
-    ):
-        blocks, others, hashes = engine.blocks(1), engine.blocks(2), engine.hashes(1)
-        engine.stored(hashes, blocks)
-        expected = engine.content(blocks)
-        held = engine.client.acquire(hashes)  # what the others store must not push it out
-        free = place.device.free_bytes()
-        for first in range(0, place.kills, TOGETHER):
-            numbers = range(first + 2, min(first + TOGETHER, place.kills) + 2)
-            for number, other in zip(numbers, _others(place, running.socket, numbers), strict=True):
-                _kill(other, 0.02 * (number % 7))
-                engine.load(hashes, others)
-                if not _gpu.same(engine.content(others), expected):
-                    raise AssertionError(f"other bytes after kill {number - 1}")
-            _gpu.until(
-                lambda: place.device.free_bytes() >= free - SLACK_BYTES,
-                f"GPU memory is missing 1 s after kill {numbers[-1] - 1}",
-                timeout_s=1.0,
-            )
-        held.release()
-
-
-def _others(place: Place, socket: str, numbers: range) -> list[subprocess.Popen[bytes]]:
-    """Start engines to kill, side by side: a CUDA context takes seconds."""
-    made = [
-        subprocess.Popen(
-            [sys.executable, "-m", place.child, "--child", socket, str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _path()},
-        )
-        for number in numbers
-    ]
-    for other in made:
-        assert other.stdout is not None
-        if other.stdout.readline() != b"ready\n":
-            raise AssertionError("an engine to kill did not start")
-    return made
-
-
-def _path() -> str:
-    own = f"{ROOT}:{ROOT / 'client'}"
-    return f"{own}:{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else own
-
-
-def _kill(other: subprocess.Popen[bytes], after_s: float) -> None:
-    """Let an engine copy for a moment, and kill it."""
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdin.write(b"go\n")
-    other.stdin.flush()
-    if other.stdout.readline() != b"copying\n":
-        raise AssertionError("an engine to kill does not copy")
-    time.sleep(after_s)
-    other.send_signal(signal.SIGKILL)
-    other.wait()
-    other.stdin.close()
-    other.stdout.close()
-
-
-def child(device: Device, socket: str, number: int, where: str) -> None:
-    """Copy until killed."""
-    engine = _gpu.Engine(device, socket, SMALL, where=where, seed=number)
-    seed = 1000 * number
-    print("ready", flush=True)
-    sys.stdin.readline()
-    engine.store(engine.hashes(seed), engine.blocks(1))
-    print("copying", flush=True)
-    while True:
-        seed += 1
-        engine.side.store(engine.client.reserve(engine.hashes(seed)), engine.blocks(1))
-        lease = engine.client.acquire(engine.hashes(seed - 1))
-        pages = (lease.chunks - lease.first) * (SMALL.chunk // SMALL.page)
-        engine.side.load(lease, engine.blocks(2)[:pages])
-
-
-def daemon_killed(place: Place) -> None:
-    """Kill the daemon while engines copy, again and again: misses, and old handles are refused."""
-    with (
-        _gpu.daemon(
-            place.host_bytes, place.gpu_bytes, slab_bytes=place.slab_bytes, main=place.main
-        ) as running,
-        place.engine(running.socket) as engine,
-    ):
-        blocks, others, hashes = engine.blocks(1), engine.blocks(2), engine.hashes(1)
-        for number in range(place.kills):
-            engine.stored(hashes, blocks)
-            expected = engine.content(blocks)
-            lease = engine.client.acquire(hashes)
-            epoch, old = engine.client.epoch, lease.on_gpu(0)
-            load = engine.side.load(lease, others)
-            store = engine.side.store(engine.client.reserve(engine.hashes(100 + number)), blocks)
-            killer = threading.Timer(0.001 * (number % 5), running.kill)
-            killer.start()
-            if not (load.wait(_gpu.WAIT_S) and store.wait(_gpu.WAIT_S)):
-                raise AssertionError(f"a copy failed with the daemon: {load.state}, {store.state}")
-            if not _gpu.same(engine.content(others), expected):
-                raise AssertionError(f"loaded other bytes at kill {number + 1}")
-            killer.join()
-            engine.client.acquire(hashes).release()  # a miss, and no exception
-            running.start()
-            _gpu.until(engine.client.ping, "no session with the new daemon")
-            _gpu.until(
-                lambda: _gpu.gpu_state(running).get("ready_bytes") == place.gpu_bytes, "no GPU tier"
-            )
-            engine.side.idle()
-            stale = old and engine.side.imports.address(*old, SMALL.page_bytes, epoch)
-            if stale:
-                raise AssertionError("a handle of the old daemon was taken")
-
-
 CHECKS: Final[dict[str, Callable[[Place], None]]] = {
     "kernels": kernels,
     "round_trip": round_trip,
     "gpu_tier": gpu_tier,
-    "engines_killed": engines_killed,
-    "daemon_killed": daemon_killed,
+    "engines_killed": _gpu_kill.engines_killed,
+    "daemon_killed": _gpu_kill.daemon_killed,
 }
+
+
+def run(place: Place, names: Iterable[str], partial: str = "") -> dict[str, Any]:
+    """Run checks one after the other; what there is so far goes to the file `partial`."""
+    found: dict[str, Any] = {"kills": place.kills}
+    for name in names:
+        keep(partial, _gpu_place.mark(found | {"running": name}))
+        start, why = time.perf_counter(), ""
+        try:
+            CHECKS[name](place)
+        except Exception as error:  # noqa: BLE001 - the next check may still tell something
+            why = f"{type(error).__name__}: {error}"[:300]
+            traceback.print_exc()
+        seconds = time.perf_counter() - start
+        outcome = "FAILED" if why else "ok"
+        print(f"{name:16} {outcome:6} {seconds:6.1f} s", file=sys.stderr, flush=True)
+        found[name] = {"outcome": outcome, "seconds": round(seconds, 2), "error": why}
+    keep(partial, _gpu_place.mark(found))
+    return found
 
 
 def main() -> int:
     """Run the checks on GPU 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checks", nargs="*", help=f"of {', '.join(CHECKS)}; all by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+    parser.add_argument("--partial", default="", help="a file for what there is so far")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = set(options.checks) - set(CHECKS)
     if unknown:
         parser.error(f"no such check: {', '.join(sorted(unknown))}")
     try:
-        device = _gpu.real_device()
+        place = _gpu_place.here(int(options.child[1]) if options.child else 0)
     except _gpu.NotHere as reason:
         print(f"bench.gpu_check: not run: {reason}", file=sys.stderr)
         return NO_DEVICE
     if options.child:
-        socket, number = options.child
-        child(device, socket, int(number), "cuda")
-    failed = 0
-    for name in options.checks or CHECKS:
-        start = time.perf_counter()
-        try:
-            CHECKS[name](Place(device))
-            outcome = "ok"
-        except Exception:  # noqa: BLE001 - the next check may still tell something
-            outcome, failed = "FAILED", failed + 1
-            traceback.print_exc()
-        print(f"{name:16} {outcome:6} {time.perf_counter() - start:6.1f} s", flush=True)
-    return int(bool(failed))
+        _gpu_kill.child(place, options.child[0], int(options.child[1]))
+        return 0
+    found = run(place, options.checks or CHECKS, options.partial)
+    if options.json:
+        print_json(_gpu_place.mark(found))
+    return int(any(isinstance(f, dict) and f["outcome"] != "ok" for f in found.values()))
 
 
 if __name__ == "__main__":

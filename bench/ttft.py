@@ -88,13 +88,14 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="hf: where")
     parser.add_argument("--shape", choices=["demo", "8b"], default="demo", help="hf: which model")
+    parser.add_argument("--partial", default="", help="8b: a file for what there is so far")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     if (arguments.device == "cuda") != (arguments.shape == "8b"):
         parser.error("--device cuda and --shape 8b go together")
     if arguments.device == "cuda":
-        return on_gpu(as_json=arguments.json)
+        return on_gpu(as_json=arguments.json, partial=arguments.partial)
     options = ["--tokens", str(arguments.tokens), "--new-tokens", "24"]
     try:
         model.gguf_folder()
@@ -109,13 +110,12 @@ def main() -> int:
     return show(figures, arguments.json)
 
 
-def on_gpu(*, as_json: bool) -> int:
-    """Measure an 8B-shaped model on a GPU; 3 where there is none."""
-    found = _gpu_ttft.run()
-    if isinstance(found, int):
-        return found
-    report("time to first token on a GPU", found, as_json=as_json)
-    return 0
+def on_gpu(*, as_json: bool, partial: str) -> int:
+    """Measure an 8B-shaped model on a GPU; 1 if a length failed, 3 where there is no GPU."""
+    figures, status = _gpu_ttft.run(partial)
+    if figures:
+        report("time to first token on a GPU", figures, as_json=as_json)
+    return status
 
 
 def show(figures: dict[str, Any], as_json: bool) -> int:  # noqa: FBT001 - a flag of the user's

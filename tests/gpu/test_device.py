@@ -1,4 +1,4 @@
-"""The checks that a GPU host runs (`bench.gpu_check`): on its GPU, and here on a fake one.
+"""The checks and benches that a GPU host runs: on its GPU, and here on a fake one.
 
 On the fake one they show that the checks themselves work, and see what they are for; they say
 nothing about CUDA.
@@ -6,26 +6,32 @@ nothing about CUDA.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import subprocess
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from bench import _gpu, _gpu_ttft, gpu, gpu_check
+import torch
+
+from bench import _gpu, _gpu_kill, _gpu_place, _gpu_ttft, _llama, gpu, gpu_check
+from kvd_client.cuda.imports import Imports
 from tests.gpu.shared_device import SharedDevice
 
 if TYPE_CHECKING:
-    from kvd_client.cuda.device import Device
-
-TINY = _gpu.Shape(layers=2, heads=2, dim=64, page=16, chunk=64, tokens=256, blocks=64)
+    from bench._gpu_place import Place
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def place() -> Place:
     """Open the GPU of this host, or skip."""
     try:
-        return _gpu.real_device()
+        return _gpu_place.Place(_gpu.real_device())
     except _gpu.NotHere as reason:
         pytest.skip(f"GPU tests: {reason}")
 
@@ -33,35 +39,31 @@ def device() -> Device:
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", gpu_check.CHECKS)
-def test_on_a_gpu(name: str, device: Device) -> None:
+def test_on_a_gpu(name: str, place: Place) -> None:
     """On a GPU, what comes back is what was stored, whatever dies meanwhile."""
-    gpu_check.CHECKS[name](gpu_check.Place(device))
+    gpu_check.CHECKS[name](place)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> gpu_check.Place:
-    """Make the fake GPU, and everything small."""
-    monkeypatch.setattr(gpu_check, "SMALL", TINY)
-    return gpu_check.Place(
-        SharedDevice(),
-        "cpu",
-        main="tests.gpu.gpu_daemon",
-        child="tests.gpu.gpu_child",
-        kills=2,
-    )
+def fake(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Take the fake GPU; processes started from here do so, too."""
+    monkeypatch.setenv(_gpu_place.FAKE_VARIABLE, "1")
+    return _gpu_place.here()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", gpu_check.CHECKS)
-def test_the_checks_run_on_the_fake(name: str, fake: gpu_check.Place) -> None:
+def test_the_checks_run_on_the_fake(name: str, fake: Place) -> None:
     """Each check passes where nothing is wrong."""
     gpu_check.CHECKS[name](fake)
 
 
 @pytest.mark.timeout(180)
-def test_a_check_sees_wrong_bytes(fake: gpu_check.Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that copies one byte wrongly fails the checks."""
+def test_a_check_sees_wrong_bytes(
+    fake: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A device that copies one byte wrongly fails the checks, and the rest still runs."""
     copy_in = SharedDevice.copy_in
 
     def wrong(self: Any, target: int, source: int, size_bytes: int, stream: int) -> None:
@@ -70,51 +72,259 @@ def test_a_check_sees_wrong_bytes(fake: gpu_check.Place, monkeypatch: pytest.Mon
             self.fill(target + 100, 1, 1, stream)
 
     monkeypatch.setattr(SharedDevice, "copy_in", wrong)
-    with pytest.raises(AssertionError):
-        gpu_check.kernels(fake)
-    with pytest.raises(AssertionError):
-        gpu_check.round_trip(fake)
+    found = gpu_check.run(fake, ("kernels", "round_trip"))
+    assert found["kernels"]["outcome"] == found["round_trip"]["outcome"] == "FAILED"
+    assert "than were stored" in found["round_trip"]["error"]
+    capfd.readouterr()  # the traces
+
+
+@pytest.mark.timeout(180)
+def test_a_check_sees_memory_that_does_not_come_back(
+    fake: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed engine that leaves memory behind fails the check that kills."""
+    asked = iter(range(1000))
+
+    def less(self: Any) -> int:
+        return int(self.left_bytes) - (next(asked) << 24)
+
+    monkeypatch.setattr(SharedDevice, "free_bytes", less)
+    with pytest.raises(AssertionError, match="GPU memory is missing 1 s after kill 1"):
+        _gpu_kill.engines_killed(fake)
+
+
+@pytest.mark.timeout(180)
+def test_a_check_sees_a_stale_handle(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that goes on with slabs of a dead daemon fails the check that kills daemons."""
+    monkeypatch.setattr(Imports, "retire", lambda _self, _epoch: None)
+    with pytest.raises(AssertionError, match="a handle of the old daemon was taken"):
+        _gpu_kill.daemon_killed(fake)
+
+
+def test_an_engine_that_ends_by_itself_was_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that never killed anything in the middle of a copy must not pass."""
+    start = subprocess.Popen
+
+    def other(_: object, **options: Any) -> Any:
+        return start(["sh", "-c", "echo ready; read _; echo copying; exit 3"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", other)
+    with _gpu_kill.Victim("socket", 7) as victim:
+        assert victim.hear(30) == ["ready"]
+        with pytest.raises(AssertionError, match="engine 7 had ended before it was killed"):
+            victim.kill(1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_bench_runs_on_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_runs_on_the_fake(fake: Place) -> None:
     """All figures come out, whatever they are worth on a fake GPU."""
-    monkeypatch.setattr(gpu, "ROUNDS", 1)
-    figures = gpu.measure(
-        SharedDevice(),
-        TINY,
-        where="cpu",
-        host_bytes=64 << 20,
-        gpu_bytes=16 << 20,
-        slab_bytes=4 << 20,
-        first_use_bytes=32 << 20,
-        main="tests.gpu.gpu_daemon",
-    )
+    figures = gpu.measure(fake)
     wanted = (
         "raw_h2d_gbps raw_d2h_gbps load_gbps store_gbps load_fp8_gbps store_fp8_gbps"
-        " gpu_tier_gbps index_copy_gbps register_gib_s first_use_ms load_to_raw store_fp8_to_raw"
+        " gpu_tier_gbps index_copy_gbps register_gib_s first_use_ms load_to_raw store_to_raw"
+        " load_fp8_to_raw store_fp8_to_raw"
     )
+    assert not figures["failed"]
     assert all(figures[name] > 0 for name in wanted.split())
-    assert figures["memcpy_batch_gbps"] is None
     assert figures["load_error"] == 0
+    assert figures["gpu_tier_share"] == 1
+    assert figures["pinned_bytes"] == figures["pinned_fp8_bytes"] == fake.bench_bytes[0]
+
+
+@pytest.mark.timeout(60)
+def test_a_part_of_the_bench_that_fails_leaves_the_others(
+    fake: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A failure is told under its part's name, and no ratio is made of what is not there."""
+    seen: list[str] = []
+    partial = tmp_path / "partial"
+
+    def fails(_: Place) -> dict[str, Any]:
+        seen.append(partial.read_text(encoding="utf-8"))
+        raise RuntimeError("no such luck")
+
+    parts = {"bus": gpu.bus, "host": fails, "first_use": gpu.first_use}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    figures = gpu.measure(fake, str(partial))
+    assert figures["failed"] == {"host": "RuntimeError: no such luck"}
+    assert '"running": "host"' in seen[0]
+    assert '"raw_h2d_gbps"' in seen[0]
+    assert figures["first_use_ms"] > 0
+    assert "load_to_raw" not in figures
+    assert "dry run" in partial.read_text(encoding="utf-8")
+    capfd.readouterr()
+
+
+def test_time_on_the_gpu_is_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's part lies before the first event has happened, as the GPU sleeps until then."""
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            told.append("synchronize")
+
+        def elapsed_time(self, last: Event) -> float:
+            assert last is not self
+            return 2.5
+
+    class Done:
+        state = "done"
+
+        def wait_pages(self) -> bool:
+            told.append("wait_pages")
+            return True
+
+        def wait(self, _: float) -> bool:
+            return True
+
+    def begin() -> Any:
+        told.append("begin")
+        return Done()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: told.append("sleep"))
+    assert gpu.on_stream(begin, 1, lambda: told.append("between")) == 0.0025
+    wanted = ["sleep", "record", "begin", "wait_pages", "record", "synchronize", "between"]
+    assert told == wanted
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("arguments", [8, 9], ids=["cuda 13", "cuda 12"])
+def test_pages_are_copied_by_one_call(
+    fake: Place, monkeypatch: pytest.MonkeyPatch, arguments: int
+) -> None:
+    """The batch copy of CUDA 12 and 13 gets every page's addresses."""
+    copied: list[int] = []
+
+    def copy(*given: Any) -> tuple[int]:
+        if len(given) != arguments:
+            raise TypeError
+        targets, sources, sizes, count = given[:4]
+        assert len(targets) == len(sources) == len(sizes) == count
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, size)
+        copied.append(count)
+        return (0,)
+
+    runtime = types.SimpleNamespace(
+        cudaMemcpyAttributes=types.SimpleNamespace,
+        cudaMemcpySrcAccessOrder=types.SimpleNamespace(cudaMemcpySrcAccessOrderStream=1),
+        cudaMemcpyBatchAsync=copy,
+    )
+    bindings = types.SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cuda", types.SimpleNamespace(bindings=bindings))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    stream = types.SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    shape = fake.shape
+    with fake.daemon(gpu=False) as running, fake.engine(running.socket, shape) as engine:
+        figures = gpu.by_hand(engine)
+    assert figures["memcpy_batch_gbps"] > 0
+    assert set(copied) == {2 * shape.layers * shape.tokens // shape.page}
+
+
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide transformers from the bench."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+
+def broken_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers be of a release whose model is another."""
+
+    def fails(*_: object) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(_llama.HfLlama, "forward", fails)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_first_token_bench_runs_on_the_fake() -> None:
+@pytest.mark.parametrize(
+    ("hidden", "model", "note"),
+    [
+        (None, "transformers", ""),
+        (no_transformers, "plain torch", "transformers is not installed"),
+        (broken_transformers, "plain torch", "TypeError: no such argument"),
+    ],
+    ids=["transformers", "none", "broken"],
+)
+def test_the_first_token_bench_runs_on_the_fake(
+    fake: Place, monkeypatch: pytest.MonkeyPatch, hidden: Any, model: str, note: str
+) -> None:
     """A tiny model's next token is the same cold and warm, and every figure comes out."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    shape = TINY._replace(tokens=512, blocks=96)
-    figures = _gpu_ttft.measure(
-        SharedDevice(),
-        shape,
-        (128, 300),
-        where="cpu",
-        host_bytes=64 << 20,
-        main="tests.gpu.gpu_daemon",
-        hidden=128,
-        inner=256,
-    )
+    if hidden is not no_transformers:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    if hidden:
+        hidden(monkeypatch)
+    figures = _gpu_ttft.measure(fake)
+    assert not figures["failed"]
+    assert figures["model"].startswith(model)
+    assert note in figures["model_note"]
     assert figures["loaded_bytes_300"] == 256 * 4 * 2 * 2 * 64
     assert all(figures[f"{name}_128"] > 0 for name in ("cold_ms", "warm_ms", "warm_to_limit"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_the_first_token_bench_sees_wrong_bytes(
+    fake: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt whose pages come back wrong has no figures."""
+    no_transformers(monkeypatch)
+    copy_in = SharedDevice.copy_in
+
+    def wrong(self: Any, target: int, source: int, size_bytes: int, stream: int) -> None:
+        copy_in(self, target, source, size_bytes, stream)
+        if size_bytes > 4096:
+            self.fill(target + 100, 1, 1, stream)
+
+    monkeypatch.setattr(SharedDevice, "copy_in", wrong)
+    figures = _gpu_ttft.measure(fake)
+    assert set(figures["failed"]) == {"128", "300"}
+    assert "other bytes than were stored" in figures["failed"]["300"]
+    assert "speedup_300" not in figures
+    capfd.readouterr()
+
+
+@pytest.mark.slow
+def test_the_plain_model_computes_what_transformers_does() -> None:
+    """With the same weights both give the same logits, whole and behind a cache."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    shape = _gpu.Shape(layers=2, heads=2, dim=16)
+    one = _llama.HfLlama(shape, "cpu", 64, 96)
+    two = _llama.PlainLlama(shape, "cpu", 64, 96)
+    weights = dict(one._model.named_parameters())
+    two._embedding = weights["model.embed_tokens.weight"]
+    two._head, two._norm = weights["lm_head.weight"], weights["model.norm.weight"]
+    names = {
+        "before": "input_layernorm",
+        "after": "post_attention_layernorm",
+        **{letter: f"self_attn.{letter}_proj" for letter in "qkvo"},
+        **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }
+    for index, layer in enumerate(two._layers):
+        for own, theirs in names.items():
+            assert layer[own].shape == weights[f"model.layers.{index}.{theirs}.weight"].shape
+            layer[own] = weights[f"model.layers.{index}.{theirs}.weight"]
+    tokens = torch.randint(
+        0, _llama.VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1)
+    )
+    logits = []
+    for model in (one, two):
+        whole = model.forward(tokens, model.cache())
+        cache = model.cache()
+        model.forward(tokens[:, :24], cache)
+        behind = model.forward(tokens[:, 24:], model.cache(model.layers(cache)))
+        assert (whole - behind).abs().max() < 0.03 * whole.abs().max()
+        logits.append(whole)
+    assert (logits[0] - logits[1]).abs().max() < 0.03 * logits[0].abs().max()
