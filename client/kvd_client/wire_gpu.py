@@ -8,6 +8,8 @@ GPU_SLABS = 1 << 31
 """Slabs with this number or a higher one are memory of a GPU."""
 UUID_BYTES = 16
 """Of a GPU, as CUDA tells it."""
+NO_GPU = bytes(UUID_BYTES)
+"""No GPU's: who could map places in GPU memory no longer can."""
 HANDLE_BYTES_MAX = 64
 """Of a CUDA IPC handle."""
 

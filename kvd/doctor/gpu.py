@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Final
@@ -32,7 +33,13 @@ def driver(host: Host) -> Finding:
     """It is loaded, and the device files are there."""
     asked = host.config is not None and bool(host.config.gpu.size_bytes)
     version = host.read("/proc/driver/nvidia/version").partition("\n")[0]
+    uvm = "nvidia-uvm" in host.names("/dev")
     devices = [n for n in host.names("/dev") if n.removeprefix("nvidia").isdigit()]
+    if version and devices and asked and not uvm:
+        return fail(
+            "there is no /dev/nvidia-uvm: CUDA does not start, and the service may not make it",
+            "nvidia-modprobe -u -c 0; at boot: nvidia-uvm in /etc/modules-load.d/nvidia-uvm.conf",
+        )
     if version and devices:
         return ok(f"{len(devices)} GPUs; {version}")
     if not asked:
@@ -69,5 +76,13 @@ def tier(host: Host) -> Finding:
         return warn(
             f"[gpu] bytes is {about(knobs.size_bytes)}, and {about(free)} are free",
             "start kvd before the engines, or set [gpu] bytes lower",
+        )
+    daemon = os.geteuid()
+    users = {uid for tenant in host.config.tenants for uid in tenant.uids}
+    if len(users | {daemon} - {0}) > 1:
+        return warn(
+            f"GPU {knobs.device} exports handles, but the driver opens them for processes of one"
+            " user: engines of others than the daemon's get host memory",
+            "run engines as the daemon's user, or set [gpu] bytes to 0",
         )
     return ok(f"GPU {knobs.device} exports handles; {about(free)} free")

@@ -19,6 +19,7 @@ import pytest
 
 import kvd_client
 from kvd import statpage
+from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.engine import DeviceKV
 from kvd_client.cuda.forms import fp8_layout
 from kvd_client.cuda.pages import DevicePages
@@ -172,6 +173,30 @@ def test_two_engines_share_the_gpu_tier(
             own = one.content(blocks[chunk * PAGES : (chunk + 1) * PAGES])
             assert bytes(host.view(chunk)) == own.tobytes()
     until(lambda: hits(gpu_daemon, "tokens") == {"gpu": 3 * CHUNK, "host": 3 * CHUNK})
+
+
+def test_an_engine_that_cannot_map_the_tier_gets_host_memory(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handle that does not open is a miss once: then places are those of host memory."""
+    one, two = make_engine(1), make_engine(2)
+    hashes = one.client.chunk_hashes(tokens_of(2))
+    stored(one, hashes, list(range(8)))
+    tries: list[bytes] = []
+
+    def refuse(handle: bytes) -> int:
+        tries.append(handle)
+        raise DeviceError("of another user")
+
+    monkeypatch.setattr(two.device, "open", refuse)
+    assert two.kv.load(two.client.acquire(hashes), list(range(20, 28))).state is State.FAILED
+    assert two.kv.imports.failed == "of another user"
+    assert two.kv.load(two.client.acquire(hashes), list(range(20, 28))).wait(30)
+    assert np.array_equal(two.content(list(range(20, 28))), one.content(list(range(8))))
+    more = two.client.chunk_hashes(tokens_of(2, 9))
+    stored(two, more, list(range(8)))
+    assert len(tries) == 1
+    assert one.kv.load(one.client.acquire(hashes), list(range(30, 38))).wait(30)
 
 
 def tokens_of(chunks: int, seed: int = 0) -> list[int]:

@@ -44,6 +44,10 @@ def test_a_tier_without_a_driver_is_said(tmp_path: Path) -> None:
     (tmp_path / "dev/nvidia0").touch()
     (tmp_path / "dev/nvidiactl").touch()
     found = finding(tmp_path, "gpu-driver", 'bytes = "1GiB"\n')
+    assert (found.level, "nvidia-uvm" in found.mend) == (Level.FAIL, True)
+    assert finding(tmp_path, "gpu-driver", "").level is Level.OK
+    (tmp_path / "dev/nvidia-uvm").touch()
+    found = finding(tmp_path, "gpu-driver", 'bytes = "1GiB"\n')
     assert (found.level, found.text[:6]) == (Level.OK, "1 GPUs")
 
 
@@ -56,3 +60,14 @@ def test_a_device_that_does_not_open_is_said(
     assert found.level is Level.FAIL
     assert found.text.startswith("GPU 63: ")
     assert "kvd[cuda13]" in found.mend
+
+
+@pytest.mark.parametrize(("users", "level"), [("[7]", Level.OK), ("[7, 8]", Level.WARN)])
+def test_engines_that_cannot_map_the_tier_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str, level: Level
+) -> None:
+    """The driver opens handles for processes of one user."""
+    monkeypatch.setattr(gpu, "_PROBE", "print('ok', 2 << 30)")
+    monkeypatch.setattr("os.geteuid", lambda: 7)
+    found = finding(tmp_path, "gpu-tier", f'bytes = "1GiB"\n[tenants.a]\nuids = {users}\n')
+    assert found.level is level, found

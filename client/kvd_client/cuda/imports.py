@@ -3,6 +3,9 @@
 A slab is opened when a transfer first names it (0.6 ms) and closed when its daemon is gone and no
 transfer is under way: until then the memory lives, whatever became of the daemon. A handle is
 opened only if it is of the epoch of the session that named it.
+
+Where one does not open (NVIDIA's driver refuses other users' processes, and some containers), that
+is a miss once: the session then says that it uses no GPU, and is told of host memory.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd_client.cuda.device import IPC_BYTES, DeviceError
+from kvd_client.wire_gpu import NO_GPU
 
 if TYPE_CHECKING:
     from kvd_client.client import Client
@@ -17,13 +21,19 @@ if TYPE_CHECKING:
 
 
 class Imports:
-    """What of the GPU tier is mapped. One thread at a time."""
+    """What of the GPU tier is mapped. One thread at a time.
+
+    Attributes:
+        failed: Why a handle did not open, empty if all did.
+    """
 
     def __init__(self, client: Client, device: Device) -> None:
         """Map nothing yet."""
         self._client = client
         self._device = device
         self._slabs: dict[tuple[int, int], tuple[int, int]] = {}
+        self._given_up = -1  # epoch
+        self.failed = ""
 
     def __len__(self) -> int:
         """Count the mapped slabs."""
@@ -44,12 +54,16 @@ class Imports:
         """
         found = self._slabs.get((epoch, slab))
         if found is None:
+            if epoch == self._given_up:
+                return None
             told = self._client.gpu_slab(slab)
             if told is None or told.epoch != epoch or len(told.handle) != IPC_BYTES:
                 return None
             try:
                 found = (self._device.open(told.handle), told.slab_bytes)
-            except DeviceError:
+            except DeviceError as error:
+                self.failed, self._given_up = str(error), epoch
+                self._client.begin_use_gpu(NO_GPU)
                 return None
             self._slabs[epoch, slab] = found
         address, slab_bytes = found
