@@ -16,7 +16,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, Final
 
-from bench import _gpu, _gpu_kill, _gpu_place
+from bench import _gpu, _gpu_doubts, _gpu_kill, _gpu_place
 from bench._table import keep, print_json
 from bench.gpu import NO_DEVICE
 from kvd_client.cuda.forms import Form as Bytes
@@ -226,10 +226,13 @@ def _relative(one: Any, two: Any) -> float:  # noqa: ANN401 - tensors
 
 CHECKS: Final[dict[str, Callable[[Place], None]]] = {
     "kernels": kernels,
+    "pinning": _gpu_doubts.pinning,
     "round_trip": round_trip,
     "gpu_tier": gpu_tier,
     "engines_killed": _gpu_kill.engines_killed,
     "daemon_killed": _gpu_kill.daemon_killed,
+    "handles": _gpu_doubts.handles,
+    "pinned_in_parts": _gpu_doubts.pinned_in_parts,
 }
 
 

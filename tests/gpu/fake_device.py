@@ -145,6 +145,9 @@ class FakeDevice:
     def own_thread(self) -> None:
         self._own.add(threading.get_ident())
 
+    def prepare(self) -> None:
+        self._unsafe("prepare")
+
     def _unsafe(self, what: str) -> None:
         """Note a call that a thread may not make while another records, unless it said so."""
         if self.recording and threading.get_ident() not in self._own:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvd_client.cuda import cupy_device
 from kvd_client.cuda.cupy_device import CupyDevice
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.kernels import NAMES, Call
@@ -247,3 +248,38 @@ def test_a_compiler_that_fails_at_the_first_launch_is_the_devices_failure(
         device.prepare()
     with pytest.raises(DeviceError, match="error"):
         device.launch(COPY, 99)
+
+
+class FakeDriver:
+    """The two calls of the driver's library; the real one releases the GIL."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[int, int]] = []
+        self.status = 0
+
+    def cuEventRecord(self, event: int, stream: int) -> int:  # noqa: N802
+        self.recorded.append((event, stream))
+        return self.status
+
+    def cuEventQuery(self, event: int) -> int:  # noqa: ARG002, N802
+        return self.status
+
+
+def test_events_go_to_the_driver_past_cupy(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy holds the GIL while it records one, and that waits where the stream's queue is full."""
+    driver = FakeDriver()
+    monkeypatch.setattr(cupy_device, "_load_driver", lambda: driver)
+    device = CupyDevice(0)
+    device.record(8, 0)
+    assert device.happened(8)
+    driver.status = 600
+    assert not device.happened(8)
+    driver.status = 700
+    with pytest.raises(DeviceError, match="700"):
+        device.happened(8)
+    with pytest.raises(DeviceError, match="700"):
+        device.record(8, 9)
+    assert driver.recorded == [(8, 0), (8, 9)]
+    assert not [call for call in runtime.calls if call[0].startswith("event")]

@@ -20,6 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
 from bench import _gpu, _gpu_kill, _gpu_place, _gpu_ttft, _llama, gpu, gpu_check
+from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.imports import Imports
 from tests.gpu.shared_device import SharedDevice
 
@@ -79,6 +80,29 @@ def test_a_check_sees_wrong_bytes(
 
 
 @pytest.mark.timeout(180)
+def test_a_check_sees_memory_that_is_not_pinned(
+    fake: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sealed memory that a driver does not take fails the check, with the driver's reason."""
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("operation not supported")
+
+    monkeypatch.setattr(fake.device, "register", refuse)
+    with pytest.raises(AssertionError, match="operation not supported"):
+        gpu_check.CHECKS["pinning"](fake)
+
+
+def test_a_check_sees_handles_that_do_not_open(
+    fake: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A handle that is none is refused in the other process, and the check fails."""
+    monkeypatch.setattr(fake.device, "export", lambda _: b"fake" + bytes(60))
+    with pytest.raises(AssertionError, match="does not open in another process: refused"):
+        gpu_check.CHECKS["handles"](fake)
+    assert "opened as the same user: refused" in capfd.readouterr().err
+
+
 def test_a_check_sees_memory_that_does_not_come_back(
     fake: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

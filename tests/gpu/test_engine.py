@@ -287,5 +287,7 @@ def test_pages_that_do_not_fit_the_layout_are_refused(connect: Callable[..., Any
     right = DevicePages([4096] * PLANES, [PAGE_BYTES] * PLANES, blocks=1, page_bytes=PAGE_BYTES)
     with pytest.raises(ValueError, match="FP8 form"):
         DeviceKV(client, right, FakeDevice(), page_layout=LAYOUT)
+    with pytest.raises(ValueError, match="a layer of a chunk has 4096 bytes, a stage 0"):
+        DeviceKV(client, right, FakeDevice(), stage_bytes=4096)
     with pytest.raises(ValueError, match="full and sliding"):
         fp8_layout(LAYOUT._replace(groups=(GROUP._replace(kind="mla"),)))

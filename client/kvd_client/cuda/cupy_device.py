@@ -1,12 +1,14 @@
 """The real device: CuPy's bindings of the CUDA runtime, and `kernels.cu` through its RawModule.
 
 CuPy and not torch, because it binds the runtime without owning the memory, and compiles kernels
-with no compiler installed. Every call below releases the GIL. Imports CuPy when a device is made.
+with no compiler installed. Imports CuPy when a device is made.
+
+No call that may wait holds the GIL. CuPy's own of events do, and these wait where a stream's queue
+is full, or another thread pins memory: so they go to the driver past it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import threading
@@ -37,6 +39,18 @@ _TYPES = {
 }
 
 
+def _load_driver() -> Any:  # noqa: ANN401 - a library, or None where there is none of that name
+    """Load the driver's library, whose calls release the GIL."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.cuEventQuery.argtypes = [ctypes.c_void_p]
+        library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
 class CupyDevice:
     """A GPU by its CUDA index; see `device.Device`.
 
@@ -57,6 +71,7 @@ class CupyDevice:
             raise DeviceError(text) from error
         self._cupy = cupy
         self._entered = threading.local()
+        self._driver = _load_driver()
         self._runtime = cupy.cuda.runtime
         self.index = index
         try:
@@ -104,9 +119,9 @@ class CupyDevice:
             self._entered.ever = True
         except Exception as error:
             raise DeviceError(f"{error}") from error
-        with contextlib.suppress(OSError, AttributeError):  # then graphs are recorded at start only
+        if self._driver is not None:
             mode = ctypes.c_int(_CAPTURE_RELAXED)
-            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     @cached_property
     def _kernels(self) -> dict[str, Any]:
@@ -146,13 +161,20 @@ class CupyDevice:
         self._call(self._runtime.eventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
-        self._call(self._runtime.eventRecord, event, stream)
+        if self._driver is None:
+            self._call(self._runtime.eventRecord, event, stream)
+            return
+        status = self._call(self._driver.cuEventRecord, event, stream)
+        if status != _SUCCESS:
+            raise DeviceError(f"an event was not recorded: CUDA error {status}")
 
     def wait(self, stream: int, event: int) -> None:
         self._call(self._runtime.streamWaitEvent, stream, event)
 
     def happened(self, event: int) -> bool:
-        status = int(self._call(self._runtime.eventQuery, event))
+        driver, runtime = self._driver, self._runtime
+        query = runtime.eventQuery if driver is None else driver.cuEventQuery
+        status = int(self._call(query, event))
         if status not in {_SUCCESS, _NOT_READY}:
             raise DeviceError(f"an event failed with CUDA error {status}")
         return status == _SUCCESS

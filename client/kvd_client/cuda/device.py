@@ -42,6 +42,10 @@ class Device(Protocol):
         """Say that the calling thread is kvd's own, and nobody else's work is done on it."""
         ...
 
+    def prepare(self) -> None:
+        """Compile the kernels; else the first launch does, for a second or two."""
+        ...
+
     def current_stream(self) -> int:
         """Return the stream on which the calling thread's engine works now.
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.forms import form_of
 from kvd_client.cuda.imports import Imports
-from kvd_client.cuda.mover import STAGE_BYTES_DEFAULT, Mover
+from kvd_client.cuda.mover import STAGE_BYTES_DEFAULT, Mover, one_stage
 from kvd_client.cuda.registrar import Registrar
+from kvd_client.cuda.steps import stage_of
 from kvd_client.cuda.transfer import Piece, State, Transfer
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ class DeviceKV:
         self._planes_a_layer, rest = divmod(pages.planes, layers)
         if rest:
             raise ValueError(f"{pages.planes} planes are not those of {layers} layers")
+        need = stage_of(self._form, self._planes_a_layer).stride
+        if need > one_stage(stage_bytes):
+            raise ValueError(
+                f"a layer of a chunk has {need} bytes, a stage {one_stage(stage_bytes)}:"
+                " set a smaller chunk_tokens, or larger stage_bytes"
+            )
         self._client, self._group, self._pages = client, group, pages
         self._device = device
         self._header = self._form.header()

@@ -221,6 +221,7 @@ class Mover:
     def _run(self) -> None:
         try:
             self.device.own_thread()
+            self.device.prepare()
         except DeviceError as error:
             self._break(str(error))
         precise_waits()
