@@ -36,7 +36,7 @@ from kvd.log import PRIORITIES, Threshold
 from kvd.peer.directory import entry_key
 from kvd.peer.redis_calls import RedisCalls
 from kvd.peer.redis_directory import RedisDirectory
-from kvd.policies import make
+from kvd.policies import DEFAULT, make
 from kvd.replay import replay
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ CHAIN: Final = 128
 
 def run(trace: Trace, hosts: int, chunks: int, *, shared: bool, **losses: Any) -> Fleet:  # noqa: ANN401 - as `Fleet.run`
     """Run the trace over a fleet."""
-    return asyncio.run(Fleet(hosts, chunks, "lru", shared=shared).run(trace, **losses))
+    return asyncio.run(Fleet(hosts, chunks, DEFAULT, shared=shared).run(trace, **losses))
 
 
 def simulate(trace: Trace) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def simulate(trace: Trace) -> list[dict[str, Any]]:
     duration_s = (trace.entries[-1].request.now_ns - trace.entries[0].request.now_ns) / 1e9
     for hosts in SIZES:
         alone = run(trace, hosts, CHUNKS, shared=False)
-        whole = replay(trace, make("lru"), CHUNKS * hosts)
+        whole = replay(trace, make(DEFAULT), CHUNKS * hosts)
         fleet = run(trace, hosts, CHUNKS, shared=True)
         counts, requests = fleet.server.counts, len(fleet.samples)
         rows.append(
@@ -179,13 +179,13 @@ async def measure(server: Redis) -> dict[str, float]:  # noqa: PLR0915 - one sto
 
     await tell(1 << 60, "told_new")
     await tell((1 << 60) + 1, "told_second_holder")
-    host = Host("b", 10, "lru", None)
+    host = Host("b", 10, DEFAULT, None)
     chains = [chain_of(number) for number in range(LOOKUPS)]
     async with asyncio.TaskGroup() as group:
         host.start(_no_clock(), group)
         directory = RedisDirectory(knobs, host.catalog, MonotonicClock(), 1)
         task = group.create_task(directory.run(group))
-        other = Host("a", LOOKUPS * CHAIN, "lru", None)
+        other = Host("a", LOOKUPS * CHAIN, DEFAULT, None)
         other.start(_no_clock(), group)
         told = RedisDirectory(
             replace(knobs, host="a", domain="a", announce_per_s=1_000_000),
