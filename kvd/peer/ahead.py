@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 AHEAD_BYTES: Final = 16 << 30
 """Of one process: 32 MiB of page tables at most. What lies beyond is mapped as it is asked for."""
+AHEAD_SLABS: Final = 256
+"""The same in slabs, each of which makes a source's metadata longer."""
 
 
 def next_slab(pool: SlabPool, tenants: Collection[Tenant], known: set[SlabId]) -> SlabId | None:
@@ -29,7 +31,7 @@ def next_slab(pool: SlabPool, tenants: Collection[Tenant], known: set[SlabId]) -
         tenants: That share something with the host in question.
         known: Slabs that are mapped already, of those tenants only.
     """
-    if (len(known) + 1) * pool.slab_bytes > AHEAD_BYTES:
+    if len(known) >= min(AHEAD_SLABS, AHEAD_BYTES // pool.slab_bytes):
         return None
     blank = set(tenants) == pool.shares.keys()  # nobody else can come to have them
     have = sum(pool.held_count(tenant) for tenant in tenants) + blank * pool.blank_count()

@@ -38,6 +38,8 @@ PING_S: Final = 5.0
 """Between two questions to a process that is asked nothing else."""
 HANG_S: Final = 10.0
 """A process that has answered nothing for so long, though asked, is killed and started anew."""
+METADATA_MOST: Final = 96 << 10
+"""Grown longer, it no longer fits the messages it travels in; some 2,300 slabs."""
 LIFE_SHIFT: Final = 32
 """Versions of the metadata: a life of the source in the high half, a count in the low."""
 
@@ -196,6 +198,9 @@ class Source:
             slab, base, version, self.metadata = fields
             self._bases[slab] = base
             self.version = self._life << LIFE_SHIFT | version
+            if len(self.metadata) > METADATA_MOST and self._process is not None:
+                _LOG.info("source starts anew with the slabs that are asked of", mapped=version)
+                self._process.kill()
         elif kind == "summed":
             ticket, digests = fields
             self._summed(ticket, digests)
