@@ -66,6 +66,7 @@ fmt: setup  ## format and fix what can be fixed safely
 bench: setup  ## measure: messages, copies, disk, codec, starts, policies, time to first token
 	@$(PY) -m bench.ipc
 	@$(PY) -m bench.host
+	@$(PY) -m bench.verify
 	@$(PY) -m bench.start
 	@$(PY) -m bench.codec
 	@$(PY) -m bench.nvme

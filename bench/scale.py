@@ -48,7 +48,7 @@ from kvd.tiers.region import BLOCK, FORM_RAW, RegionHeader, Space, encode_space
 from kvd.tiers.rows import KEY_BYTES, ROW, ROW_BYTES, checks, words_of
 from kvd.tiers.slab import SlabPool
 from kvd.tiers.storefiles import encode_clean, identify, prepare_region, take
-from kvd.trees import found_copy
+from kvd.trees import found_copy, plant
 from kvd.types import Tenant
 from kvd_client.identity import HASH_BYTES
 
@@ -281,7 +281,7 @@ def filled_catalog(count: int) -> tuple[Catalog, float]:
             place = (entry.region, entry.offset_bytes, RECORD_BYTES, entry.generation)
             yield found_copy(entry.chunk, bytes(entry.parent), (place, 1, False))
 
-    if catalog.restore(space, rows()):
+    if plant(space, rows(), catalog.changes):
         raise RuntimeError("the catalog has left entries out")
     size = sys.getsizeof(space.chunks)
     for chunk in space.chunks.values():

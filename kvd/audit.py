@@ -37,11 +37,14 @@ def check_catalog(catalog: Catalog) -> None:
         ]
         assert sum(dirty) == catalog.eviction.dirty_bytes[tenant], "V2"
         held = {s for slab in catalog.pool.slabs_of(tenant) for s in slab.slots.values()}
-        assert {s for s in published if s.tenant == tenant} == held - set(catalog.fillings.all()), (
-            "C3"
-        )
+        others = {*catalog.fillings.all(), *catalog.damaged}
+        assert {s for s in published if s.tenant == tenant} == held - others, "C3"
         assert catalog.quota.used(tenant, Resource.PINNED_BYTES) == pinned[tenant], "C3"
         assert catalog.quota.used(tenant, Resource.FILLING_BYTES) == filling[tenant], "C3"
+    for slot in catalog.damaged:
+        assert slot.state is SlotState.QUARANTINED, "Y4"
+        assert slot.chunk is None, "Y4"
+        assert catalog.pool.slab(slot.slab).slots[slot.index] is slot, "Y4"
     quarantined = [s for s in catalog.fillings.all() if s.state is SlotState.QUARANTINED]
     assert sum(slot.size_bytes for slot in quarantined) == catalog.quarantined_bytes, "C3"
     catalog.fillings.check()

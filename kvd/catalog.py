@@ -27,16 +27,15 @@ from kvd.identity import rules_of
 from kvd.places import PlaceRecord, place_record
 from kvd.prefix import pinnable, usable_chunks
 from kvd.quota import Quota, Resource
-from kvd.trees import plant
 from kvd.types import OwnerId
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvd.metrics import Counters
     from kvd.tiers.slab import SlabPool
-    from kvd.trees import Cold, Found
+    from kvd.trees import Cold
     from kvd.types import Generation, Tenant
     from kvd_client.identity import Layout
 
@@ -63,6 +62,12 @@ class Catalog:
         self.cold_readable = False
         self._tick = 0
         self.quarantined_bytes = 0
+        self.damaged: set[Slot] = set()
+        """Slots whose bytes differed (`verifying.take_out`): used by nobody again."""
+        self.on_publish: Callable[[Slot], None] = _nothing
+        """Hears of a slot whose bytes can be found from now on."""
+        self.on_damage: Callable[[Slot], None] = _nothing
+        """Hears of a slot that is out of use for good."""
 
     @property
     def tick(self) -> int:
@@ -313,6 +318,7 @@ class Catalog:
             self.eviction.stored(chunk)
         if self.changes.heard and chunk.mask == chunk.space.full_mask:
             self.changes.stored(chunk, HOST)
+        self.on_publish(slot)
         self.touch(chunk)
         self.settle(chunk, was_warm=True)
         return Status.OK
@@ -470,15 +476,6 @@ class Catalog:
         chunk.moves -= 1
         self.settle(chunk, chunk.warm)
 
-    def restore(self, space: Space, rows: Iterable[Found]) -> list[Chunk]:
-        """Put what the tier below holds into an empty space, see `plant`."""
-        broken = plant(space, rows)
-        if self.changes.heard:
-            for chunk in space.chunks.values():
-                if chunk.cold_mask == space.full_mask:
-                    self.changes.stored(chunk, NVME)
-        return broken
-
     # ---------------------------------------------------------------- accounts
 
     def chunk_count(self) -> int:
@@ -488,3 +485,7 @@ class Catalog:
     def check(self) -> None:
         """Recount everything; raises AssertionError with the invariant's name."""
         check_catalog(self)
+
+
+def _nothing(slot: Slot) -> None:
+    """Stand in where nothing is verified."""

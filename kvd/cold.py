@@ -18,8 +18,6 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-import msgpack
-
 from kvd import codec, log, rates
 from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
@@ -27,16 +25,16 @@ from kvd.failpoints import maybe_fault, maybe_stall
 from kvd.forms import FORM_FRAME, DiskRates, Forms
 from kvd.pulse import TURN_S
 from kvd.restore import HINT_LOSSY, restore
+from kvd.stored import StoredNames, above
 from kvd.tiers.disk import Corrupt, NoSpace, TierError, TierFailed
 from kvd.tiers.region import Bundle, Part, Ref
-from kvd.tiers.region import Space as StoredSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from kvd.catalog import Catalog
     from kvd.config_nvme import NvmeKnobs
-    from kvd.entry import Chunk, Slot, Space
+    from kvd.entry import Chunk, Slot
     from kvd.pulse import Pulse
     from kvd.tiers.host import HostTier
     from kvd.tiers.nvme import NvmeStore
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from kvd.types import Tenant
 
     Done = Callable[[bool], None]
+    Sure = Callable[[Sequence[Slot]], Awaitable[None]]
 
 _LOG = log.get("cold")
 
@@ -75,8 +74,20 @@ class ColdTier:
         store: NvmeStore,
         knobs: NvmeKnobs,
         begin: rates.HostRates = rates.NONE,
+        *,
+        sure: Sure | None = None,
     ) -> None:
-        """Share the loop's state; own codec threads and store; `begin` is a first guess."""
+        """Share the loop's state; own codec threads and store.
+
+        Args:
+            catalog: What is where.
+            host: The bytes of slots.
+            store: The bytes below.
+            knobs: What to move, and how.
+            begin: A first guess of the rates.
+            sure: Verifies slots that are written down; raises TierError. None: nothing does.
+        """
+        self._sure = sure
         self._catalog = catalog
         self._host = host
         self.store = store
@@ -86,8 +97,7 @@ class ColdTier:
         self._wake = asyncio.Event()
         self._turn = asyncio.Semaphore(PROMOTIONS_MAX)
         self._promotions: dict[Chunk, list[Done]] = {}
-        self._stored: dict[Space, StoredSpace] = {}
-        self._identities: dict[bytes, tuple[Tenant, bytes, bytes]] = {}
+        self._names = StoredNames(catalog)
         self._unreadable_until_ns = self._full_since_ns = self.turned_ns = self._opened_ns = 0
         self._closing = self._reclaiming = self._flushing = False
         self._broken: list[tuple[bytes, bytes, int]] = []
@@ -112,7 +122,7 @@ class ColdTier:
         self.forms.begin_warm_up()  # while the trees are put up: the first promotion needs it
         maybe_fault("open.before_restore")
         self._opened_ns = time.monotonic_ns()
-        count, self._broken = restore(self._catalog, opened, self._space)
+        count, self._broken = restore(self._catalog, opened, self._names.space)
         maybe_fault("open.after_restore")
         self._catalog.cold_readable = True
         self._catalog.eviction.demoting = True
@@ -251,11 +261,9 @@ class ColdTier:
             if old is not None and kept:  # objects that came after the others went down (K1)
                 parts += await self._as_stored(chunk, Ref(*old), kept)
                 parts.sort(key=itemgetter(0))
-            stored, hint = self._space(chunk.space), HINT_LOSSY if lossy else 0
-            bundle = Bundle(stored, chunk.hash, _above(chunk), parts, hint)
-            maybe_fault("demote.before_write")
-            ref = await self.store.write(bundle)
-            maybe_fault("demote.after_write")
+            stored, hint = self._names.space(chunk.space), HINT_LOSSY if lossy else 0
+            bundle = Bundle(stored, chunk.hash, above(chunk), parts, hint)
+            ref = await self._write(chunk, slots, bundle)
             cold = (ref, mask | kept, lossy)
             self._full_since_ns = 0
             self._admission.entered(ref.region, self._now_ns())
@@ -277,6 +285,27 @@ class ColdTier:
             self._catalog.end_demotion(chunk, cold)
             maybe_fault("demote.after_end")
         return True
+
+    async def _write(self, chunk: Chunk, slots: Sequence[Slot], bundle: Bundle) -> Ref:
+        """Write a bundle made of slots that are verified, each time behind what has read them.
+
+        Before the write, so that what a crash leaves behind is right; and after it, because a raw
+        object is read by the write itself. What was written in vain is deleted.
+        """
+        if self._sure is not None:
+            await self._sure(slots)
+        maybe_fault("demote.before_write")
+        ref = await self.store.write(bundle)
+        maybe_fault("demote.after_write")
+        if self._sure is not None:
+            try:
+                await self._sure(slots)
+            except TierError:
+                await self._delete([(bundle.space.key, chunk.hash, ref.generation)])
+                if chunk.cold is not None:  # its row was replaced by the one that is deleted
+                    self._catalog.drop_cold(chunk, "damaged")
+                raise
+        return ref
 
     @staticmethod
     def _now_ns() -> int:
@@ -360,8 +389,8 @@ class ColdTier:
     async def _read(self, chunk: Chunk, slots: Sequence[Slot], ref: Ref) -> None:
         """Read and decode a chunk's objects into their slots."""
         into = {slot.column: self._view(slot) for slot in slots}
-        stored = self._space(chunk.space)
-        loaded = await self.store.read(ref, stored, chunk.hash, _above(chunk), into)
+        stored = self._names.space(chunk.space)
+        loaded = await self.store.read(ref, stored, chunk.hash, above(chunk), into)
         for slot in slots:
             await self.forms.decode(chunk.space, slot, loaded[slot.column], into[slot.column])
 
@@ -370,7 +399,7 @@ class ColdTier:
         if chunk.cold == ref:
             self._catalog.drop_cold(chunk, "damaged")
         maybe_fault("forget.before_delete")
-        await self._delete([(self._space(chunk.space).key, chunk.hash, ref.generation)])
+        await self._delete([(self._names.space(chunk.space).key, chunk.hash, ref.generation)])
         maybe_fault("forget.after_delete")
 
     async def _delete(self, keys: Sequence[tuple[bytes, bytes, int]]) -> None:
@@ -397,7 +426,7 @@ class ColdTier:
     async def _reclaim_region(self, region: int) -> None:
         try:
             for key in await self.store.live_keys(region):
-                chunk = self._find(key.space_key, key.chunk)
+                chunk = self._names.find(key.space_key, key.chunk)
                 if chunk is not None and chunk.cold == key.ref and self._keep(chunk):
                     await self._rewrite(chunk, key.ref)
             maybe_fault("reclaim.before_delete")
@@ -405,7 +434,7 @@ class ColdTier:
             self._admission.left(region, self._now_ns())
             maybe_fault("reclaim.after_delete")
             for key in gone:
-                chunk = self._find(key.space_key, key.chunk)
+                chunk = self._names.find(key.space_key, key.chunk)
                 if chunk is not None and chunk.cold == key.ref:
                     self._catalog.counters.count_cold_drop(key.ref.length_bytes)
                     if chunk.mask and not chunk.cold_used:
@@ -428,8 +457,8 @@ class ColdTier:
         cold, mask, lossy = None, chunk.cold_mask, chunk.cold_lossy
         try:
             parts = await self._as_stored(chunk, ref, mask)
-            stored, hint = self._space(chunk.space), HINT_LOSSY if lossy else 0
-            bundle = Bundle(stored, chunk.hash, _above(chunk), parts, hint)
+            stored, hint = self._names.space(chunk.space), HINT_LOSSY if lossy else 0
+            bundle = Bundle(stored, chunk.hash, above(chunk), parts, hint)
             maybe_fault("rewrite.before_write")
             new = await self.store.write(bundle, rewrite=True)
             maybe_fault("rewrite.after_write")
@@ -447,31 +476,9 @@ class ColdTier:
     async def _as_stored(self, chunk: Chunk, ref: Ref, mask: int) -> list[Part]:
         """Read objects of a cold copy in the form in which they lie there."""
         into: dict[int, None] = dict.fromkeys(_columns(mask))
-        stored = self._space(chunk.space)
-        loaded = await self.store.read(ref, stored, chunk.hash, _above(chunk), into)
+        stored = self._names.space(chunk.space)
+        loaded = await self.store.read(ref, stored, chunk.hash, above(chunk), into)
         return [_again(column, item) for column, item in sorted(loaded.items())]
-
-    def _space(self, space: Space) -> StoredSpace:
-        """Return a space as the store knows it."""
-        stored = self._stored.get(space)
-        if stored is None:
-            layout = msgpack.packb(space.layout.fields(), use_bin_type=True)
-            stored = StoredSpace(
-                space.tenant, space.namespace, space.layout.id, space.label, layout
-            )
-            self._stored[space] = stored
-            self._identities[stored.key] = (space.tenant, space.namespace, space.layout.id)
-        return stored
-
-    def _find(self, space_key: bytes, key: bytes) -> Chunk | None:
-        identity = self._identities.get(space_key)
-        space = self._catalog.spaces.get(identity) if identity else None
-        return space.chunks.get(key) if space else None
-
-
-def _above(chunk: Chunk) -> bytes:
-    """Return what names the chunk before it, as records do."""
-    return chunk.parent.hash if chunk.parent else chunk.space.namespace
 
 
 def _columns(mask: int) -> Iterator[int]:

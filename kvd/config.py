@@ -21,6 +21,7 @@ from kvd import (
     config_transfer,
     memory_limit,
 )
+from kvd.config_gpu import EVERY, word_of
 from kvd.config_peer import PeerKnobs
 from kvd.config_source import Source, Table, shown
 from kvd.config_transfer import TransferKnobs
@@ -79,6 +80,8 @@ class HostConfig:
         lock: Whether slabs are locked into memory, see `WHENEVER`.
         fault_threads: Threads that make slabs ready; given as 0, up to 8.
         policy: What is evicted first, one of `kvd.policies.POLICIES`.
+        verify: Of how many objects one is summed when it is stored and again before it is read; 0
+            for none.
     """
 
     size_bytes: int = GIB
@@ -87,6 +90,7 @@ class HostConfig:
     lock: str = "auto"
     fault_threads: int = 0
     policy: str = "lifetable"
+    verify: int = 0
 
     def __post_init__(self) -> None:
         """Replace the zeros by what they stand for."""
@@ -193,7 +197,7 @@ _KNOWN = {
     "peer": (*config_peer.KEYS, *config_transfer.KEYS),
     "http": config_http.KEYS,
     "events": config_events.KEYS,
-    "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy"),
+    "host": ("bytes", "slab_bytes", "huge_pages", "lock", "fault_threads", "policy", "verify"),
     "limits": tuple(field.name for field in fields(Limits)),
     "tenants.NAME": ("uids", "host_share"),
 }
@@ -294,6 +298,7 @@ def _host(table: Table) -> HostConfig:
         lock=table.choice("lock", "auto", WHENEVER),
         fault_threads=table.integer("fault_threads", 0, 0, 64) if threads is None else threads,
         policy=table.choice("policy", "lifetable", POLICIES),
+        verify=EVERY[table.choice("verify", "off", EVERY)],
     )
 
 
@@ -429,6 +434,7 @@ def dump(config: Config) -> str:
         f'lock = "{host.lock}"',
         f"fault_threads = {host.fault_threads}",
         f'policy = "{host.policy}"',
+        f'verify = "{word_of(host.verify)}"',
     ]
     lines += ["", *config_nvme.dump(config.nvme)]
     lines += ["", *config_peer.dump(config.peer)]

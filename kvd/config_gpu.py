@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 STEP: Final = 2 * MIB
 ON_OFF = ("on", "off")
-VERIFY = {"off": 0, "sampled": 64, "always": 1}
+EVERY: Final = {"off": 0, "sampled": 64, "always": 1}
+"""What `verify` says, here and for host memory, to of how many one is verified."""
 KEYS = ("bytes", "device", "slab_bytes", "promote", "verify")
 
 
@@ -54,18 +55,22 @@ def read(table: Table) -> GpuKnobs:
         device=table.integer("device", 0, 0, 63),
         slab_bytes=slab_bytes,
         promote=table.choice("promote", "on", ON_OFF) == "on",
-        verify=VERIFY[table.choice("verify", "sampled", VERIFY)],
+        verify=EVERY[table.choice("verify", "sampled", EVERY)],
     )
+
+
+def word_of(verify: int) -> str:
+    """Return what the configuration says for one of so many."""
+    return next(word for word, every in EVERY.items() if every == verify)
 
 
 def dump(knobs: GpuKnobs) -> list[str]:
     """Return the table's lines."""
-    verify = next(name for name, every in VERIFY.items() if every == knobs.verify)
     return [
         "[gpu]",
         f'bytes = "{format_size(knobs.size_bytes)}"',
         f"device = {knobs.device}",
         f'slab_bytes = "{format_size(knobs.slab_bytes)}"',
         f'promote = "{"on" if knobs.promote else "off"}"',
-        f'verify = "{verify}"',
+        f'verify = "{word_of(knobs.verify)}"',
     ]

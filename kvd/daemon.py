@@ -90,6 +90,7 @@ class Daemon:
         self.catalog = Catalog(self.pool, self.quota, self.counters, config.host.policy)
         self.leases = LeaseBook()
         self.tier = HostTier(config.host, on_ready=self._slab_ready, on_note=self._note)
+        self.verifier = parts.verifier(self)
         self.cold = parts.cold_tier(self)
         self.directory = joining.join(config, self.catalog, self.clock, self.epoch)
         self.gpu = parts.gpu_side(self)
@@ -102,6 +103,7 @@ class Daemon:
             self.cold,
             gpu=self.gpu,
             reach=self.peers.requests if self.peers else None,
+            verifier=self.verifier,
         )
         self.sessions: dict[OwnerId, Session] = {}
         self.orphans: dict[OwnerId, tuple[int, Tenant]] = {}
@@ -270,6 +272,8 @@ class Daemon:
         finally:
             if self.gpu is not None:
                 self.gpu.close()  # it copies out of the host tier's memory
+            if self.verifier is not None:
+                self.verifier.close()  # it reads it
             self.tier.close()
             lock.release()
 
@@ -377,6 +381,8 @@ class Daemon:
             if self.cold is not None:
                 self.cold.tick()
                 self.cold.beat(self.pulse)
+            if self.verifier is not None:
+                self.verifier.beat(self.pulse)
             if self.gpu is not None:
                 self.gpu.beat(self.pulse)
             if self.peers is not None:
@@ -425,6 +431,12 @@ class Daemon:
         _LOG.warning("gave up draining", moves=len(asyncio.all_tasks(self.loop)))
         os._exit(EXIT_GAVE_UP)
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a thread did not end with the rest."""
+        disk = self.cold is not None and self.cold.store.hangs
+        return disk or (self.verifier is not None and self.verifier.hangs)
+
     def _busy(self) -> bool:
         falling = self.gpu.falling if self.gpu is not None else 0
         return bool(falling) or any(
@@ -446,7 +458,7 @@ def run(config: Config) -> int:
 
     async def main() -> bool:
         await (daemon := Daemon(config, asyncio.get_running_loop())).serve()
-        return daemon.cold is not None and daemon.cold.store.hangs
+        return daemon.hangs
 
     if asyncio.run(main()):
         _LOG.warning("left calls that hang")  # the interpreter's end would wait for their threads

@@ -5,7 +5,8 @@
                | deadline
                v           confirm | holder dead
           QUARANTINED ---------------------------> FREE
-               (a slot also goes RESERVED -> FREE by abort, or its holder's death)
+               (a slot also goes RESERVED -> FREE by abort, or its holder's death, and
+                PUBLISHED -> QUARANTINED for good when its bytes are found to differ)
 
 Invariants:
 
@@ -74,6 +75,7 @@ class SlotEvent(Enum):
     CONFIRM = "confirm"
     HOLDER_DEAD = "holder dead"
     EVICT = "evict"
+    DAMAGE = "damage"
 
 
 TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
@@ -85,6 +87,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.QUARANTINED, SlotEvent.CONFIRM): SlotState.FREE,
     (SlotState.QUARANTINED, SlotEvent.HOLDER_DEAD): SlotState.FREE,
     (SlotState.PUBLISHED, SlotEvent.EVICT): SlotState.FREE,
+    (SlotState.PUBLISHED, SlotEvent.DAMAGE): SlotState.QUARANTINED,
 }
 
 
@@ -105,12 +108,15 @@ class Slot:
         deadline_ns: Until when it may be published.
         lossy: Whether what comes into it went through a lossy form, or was computed from what did.
         twin: Its place in GPU memory, see `kvd.twins`; None without.
+        digest: The xxh3-128 of its bytes as they were published, empty while nobody knows it.
+        watched: Whether its bytes are verified, see `kvd.verifying`.
     """
 
     __slots__ = (
         "chunk",
         "column",
         "deadline_ns",
+        "digest",
         "generation",
         "index",
         "lossy",
@@ -121,6 +127,7 @@ class Slot:
         "state",
         "tenant",
         "twin",
+        "watched",
     )
 
     def __init__(
@@ -148,6 +155,8 @@ class Slot:
         self.deadline_ns = 0
         self.lossy = False
         self.twin: Slot | None = None
+        self.digest = b""
+        self.watched = False
 
     def step(self, event: SlotEvent) -> None:
         """Move on.

@@ -23,7 +23,10 @@ from typing import Final
 
 VARIABLE: Final = "KVD_FAILPOINT"
 STALL_VARIABLE: Final = "KVD_STALL"
-STALLS: Final = ("loop.tick", "mover.turn", "nvme.call", "index.turn", "codec.call", "gpu.turn")
+STALLS: Final = (
+    *("loop.tick", "mover.turn", "nvme.call", "index.turn", "codec.call", "gpu.turn"),
+    "verify.call",
+)
 """Points at which the loop, one task of it, or a thread can be made to hang."""
 _FOR_EVER_S: Final = 1e6
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvd.pulse import Pulse
     from kvd.tiers.gpu import HostMemory
     from kvd.types import Generation, OwnerId, SlabId, Tenant
+    from kvd.verifier import Verifier
 
 SEEN_MAX: Final = 1 << 16
 """Objects remembered as asked for once."""
@@ -61,8 +62,10 @@ class GpuSide:
         *,
         epoch: int,
         loop: asyncio.AbstractEventLoop,
+        verifier: Verifier | None = None,
     ) -> None:
         """Build the tier; `start` takes the GPU into use."""
+        self._verifier = verifier
         self._epoch = epoch
         self._catalog = catalog
         self._loop = loop
@@ -72,6 +75,7 @@ class GpuSide:
         shares = {t: count * slabs // total for t, slabs in catalog.pool.shares.items()}
         self.twins = Twins(SlabPool(size, shares))
         catalog.pool.on_free = self.twins.drop
+        catalog.on_damage = self.twins.set_aside
         self._seen: dict[Generation, None] = {}
         self._rising = 0
         self.falling = 0
@@ -199,10 +203,18 @@ class GpuSide:
         self.tier.submit(_copy(slot, lambda o: self._call(self._came_up, slot, chunk, o), up=True))
 
     def _came_up(self, slot: Slot, chunk: Chunk, outcome: Outcome) -> None:
+        if outcome is Outcome.OK and slot.watched and self._verifier is not None:
+            self._verifier.check([slot], lambda: self._is_up(slot, chunk, outcome))
+        else:
+            self._is_up(slot, chunk, outcome)
+
+    def _is_up(self, slot: Slot, chunk: Chunk, outcome: Outcome) -> None:
+        """End a copy up, whose source was verified after it was copied."""
         self._rising -= 1
-        if outcome is Outcome.OK:
+        same = slot.state is SlotState.PUBLISHED
+        if outcome is Outcome.OK and same:
             self.twins.settle(slot)
-        elif outcome is Outcome.REFUSED:
+        elif outcome is not Outcome.LOST:
             self.twins.drop(slot)
         self._catalog.end_demotion(chunk, None)
 

@@ -118,7 +118,7 @@ def _sum(slots: Iterable[Slot], tier: HostTier, deadline: float) -> dict[Slot, b
         if time.monotonic() > deadline:
             return None
         view = tier.view(slot.slab, slot.offset_bytes, slot.size_bytes)
-        found[slot] = xxhash.xxh3_128_digest(view)
+        found[slot] = slot.digest or xxhash.xxh3_128_digest(view)
     return found
 
 

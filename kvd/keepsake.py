@@ -311,6 +311,8 @@ def _furnish(
     for each in objects:
         slot = slots[each.slab, each.place]
         slot.chunk, slot.column, slot.lossy = node, each.column, bool(each.lossy)
+        slot.digest = each.digest
+        catalog.on_publish(slot)
         node.put(each.column, slot)
         node.mask |= 1 << each.column
         node.lossy_mask |= each.lossy << each.column

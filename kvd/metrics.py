@@ -21,6 +21,7 @@ class Counters:
         acquires: Leases granted.
         acquires_missed: Acquires that found nothing to hold.
         acquires_over_quota: Acquires cut short by the tenant's pinned bytes.
+        acquires_unverified: Acquires cut short because not all could be verified in time.
         chunks_acquired: Chunks under the leases granted, each time.
         bytes_acquired: Bytes told to readers, each time.
         objects_reserved: Slots handed out for filling.
@@ -57,6 +58,7 @@ class Counters:
     acquires: int = 0
     acquires_missed: int = 0
     acquires_over_quota: int = 0
+    acquires_unverified: int = 0
     chunks_acquired: int = 0
     bytes_acquired: int = 0
     objects_reserved: int = 0

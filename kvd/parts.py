@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvd.cold import ColdTier
     from kvd.config import Limits
     from kvd.daemon import Daemon
+    from kvd.verifier import Verifier
 
 
 def limits_of(limits: Limits, share_bytes: int) -> dict[Resource, int]:
@@ -24,6 +25,16 @@ def limits_of(limits: Limits, share_bytes: int) -> dict[Resource, int]:
     }
 
 
+def verifier(daemon: Daemon) -> Verifier | None:
+    """Build what verifies host memory, None where nothing does."""
+    every = daemon.config.host.verify
+    if not every:
+        return None
+    from kvd.verifier import Verifier
+
+    return Verifier(daemon.catalog, daemon.tier, every, daemon.loop)
+
+
 def cold_tier(daemon: Daemon) -> ColdTier | None:
     """Build the NVMe tier, None without one."""
     nvme = daemon.config.nvme
@@ -32,9 +43,10 @@ def cold_tier(daemon: Daemon) -> ColdTier | None:
     from kvd.cold import ColdTier  # here, so that host memory alone needs fewer libraries
     from kvd.tiers.nvme import NvmeStore
 
+    sure = daemon.verifier.sure if daemon.verifier is not None else None
     begin = rates.read(daemon.config.state_dir)
     store = NvmeStore(nvme.store(), daemon.loop)
-    return ColdTier(daemon.catalog, daemon.tier, store, nvme, begin)
+    return ColdTier(daemon.catalog, daemon.tier, store, nvme, begin, sure=sure)
 
 
 def gpu_side(daemon: Daemon) -> GpuSide | None:
@@ -43,4 +55,12 @@ def gpu_side(daemon: Daemon) -> GpuSide | None:
     if not knobs.size_bytes:
         return None
     size, epoch = daemon.slab_bytes, daemon.epoch
-    return GpuSide(daemon.catalog, knobs, daemon.tier, size, epoch=epoch, loop=daemon.loop)
+    return GpuSide(
+        daemon.catalog,
+        knobs,
+        daemon.tier,
+        size,
+        epoch=epoch,
+        loop=daemon.loop,
+        verifier=daemon.verifier,
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from kvd.entry import PLACE
+from kvd.trees import plant
 from kvd.types import Tenant
 from kvd_client.identity import Layout
 
@@ -51,7 +52,7 @@ def restore(
             if space is None or space.chunks:
                 broken += [(key, row[0], PLACE.unpack(row[3])[2]) for row in rows]
                 continue
-            for chunk in catalog.restore(space, _copies(rows)):
+            for chunk in plant(space, _copies(rows), catalog.changes):
                 assert chunk.cold is not None
                 broken.append((key, chunk.hash, chunk.cold[3]))
             count += len(space.chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd import __version__
+from kvd.config_gpu import word_of
 from kvd.events.feed import EventFeed
 from kvd.quota import Resource
 
@@ -86,6 +87,8 @@ def _host(daemon: Daemon) -> dict[str, Any]:
     used = sum(pool.used_bytes(tenant) for tenant in pool.shares)
     filling = sum(quota.used(tenant, Resource.FILLING_BYTES) for tenant in pool.shares)
     quarantined = daemon.catalog.quarantined_bytes
+    damaged = sum(slot.size_bytes for slot in daemon.catalog.damaged)
+    verifier = daemon.verifier
     return {
         "capacity_bytes": daemon.config.host.slab_count * daemon.slab_bytes,
         "ready_bytes": tier.ready_bytes,
@@ -93,24 +96,28 @@ def _host(daemon: Daemon) -> dict[str, Any]:
         "slabs_blank": pool.blank_count(),
         "slabs_held": sum(pool.held_count(tenant) for tenant in pool.shares),
         "used_bytes": used,
-        "published_bytes": used - filling,
+        "published_bytes": used - filling - damaged,
         "reserved_bytes": filling - quarantined,
         "quarantined_bytes": quarantined,
+        "damaged_bytes": damaged,
         "pinned_bytes": sum(quota.used(t, Resource.PINNED_BYTES) for t in pool.shares),
         "locked_bytes": tier.locked_bytes,
         "huge_bytes": tier.huge_bytes,
         "notes": daemon.notes[:8],
+        "verify": word_of(daemon.config.host.verify),
+        **(verifier.stats() if verifier is not None else {}),
     }
 
 
 def _tenant(daemon: Daemon, name: Tenant) -> dict[str, Any]:
     pool, quota = daemon.pool, daemon.quota
     filling = quota.used(name, Resource.FILLING_BYTES)
+    damaged = sum(slot.size_bytes for slot in daemon.catalog.damaged if slot.tenant == name)
     return {
         "name": name,
         "share_bytes": pool.shares[name] * daemon.slab_bytes,
         "held_bytes": pool.held_count(name) * daemon.slab_bytes,
-        "published_bytes": pool.used_bytes(name) - filling,
+        "published_bytes": pool.used_bytes(name) - filling - damaged,
         "pinned_bytes": quota.used(name, Resource.PINNED_BYTES),
         "filling_bytes": filling,
         "sessions": quota.used(name, Resource.SESSIONS),

@@ -227,7 +227,7 @@ def _traffic(counters: dict[str, Any], *, gated: bool) -> Iterator[tuple[str, st
 
 
 def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    _, size = getters(host)
+    count, size = getters(host)
     capacity = number_of(host, "capacity_bytes")
     held, blank = (number_of(host, name) for name in ("slabs_held", "slabs_blank"))
     slabs = f"{held:.0f} of {held + blank:.0f} slabs of {size('slab_bytes')} held"
@@ -243,6 +243,12 @@ def _host(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ready = number_of(host, "ready_bytes")
     warming = f"; {about(ready)} ready so far" if ready < capacity else ""
     yield "", f"locked {size('locked_bytes')}, in huge pages {size('huge_bytes')}{warming}"
+    if (verify := text_of(host, "verify")) not in {"", "off"}:
+        checked = (
+            f"verified {verify}: {count('summed')} objects summed, {count('verified')} checked,"
+            f" {count('differed')} differed ({size('damaged_bytes')} out of use for good)"
+        )
+        yield "", checked
 
 
 def _peer(peer: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.changes import NVME
 from kvd.entry import PLACE, Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvd.changes import Changes
     from kvd.entry import Space
 
 Cold = tuple[tuple[int, int, int, int], int, bool]
@@ -23,13 +25,14 @@ def found_copy(chunk: bytes, parent: bytes, cold: Cold) -> Found:
     return chunk, parent, PLACE.pack(region, offset_bytes, generation), length_bytes, mask, lossy
 
 
-def plant(space: Space, rows: Iterable[Found]) -> list[Chunk]:
+def plant(space: Space, rows: Iterable[Found], changes: Changes) -> list[Chunk]:
     """Put what the tier below holds into an empty space.
 
     Args:
         space: Where.
         rows: In any order; fastest the oldest first, and what is near in time is then near in
             memory, where look-ups find it sooner.
+        changes: Who hears of it.
 
     Returns:
         Chunks left out again because the chain above them is broken (the catalog's T1).
@@ -57,4 +60,12 @@ def plant(space: Space, rows: Iterable[Found]) -> list[Chunk]:
     for chunk in broken:
         broken.extend(chunk.children())
         del chunks[chunk.hash]
+    if changes.heard:
+        _tell(space, changes)
     return broken
+
+
+def _tell(space: Space, changes: Changes) -> None:
+    for chunk in space.chunks.values():
+        if chunk.cold_mask == space.full_mask:
+            changes.stored(chunk, NVME)

@@ -10,7 +10,8 @@ and look-ups, leases and evictions need not know of twins. What a lease pins, it
 
 Invariants:
 
-W1. A twin has one host slot, of the same tenant and size, and ends no later than it does.
+W1. A twin has one host slot, of the same tenant and size, and ends no later than it does. That of
+    a slot that is out of use for good stays with it: somebody may be reading it.
 W2. A twin is given up for room only while nobody holds, fills or moves its chunk.
 W3. A twin is told to readers only when PUBLISHED: an engine filled it and published, or the
     daemon's copy into it has ended.
@@ -105,6 +106,10 @@ class Twins:
             return  # W4
         twin.step(SlotEvent.EVICT if twin.state is SlotState.PUBLISHED else SlotEvent.ABORT)
         self.pool.give_back(twin)
+
+    def set_aside(self, slot: Slot) -> None:
+        """Tell nobody any more of the twin of a slot that is out of use for good (W1)."""
+        self._order.pop(slot, None)
 
     def freeze(self) -> None:
         """Give nothing out and take nothing back any more (W4)."""

@@ -26,6 +26,7 @@ from kvd.tiers.slab import SlabPool
 from kvd.tiers.threads import Inflight, Workers
 from kvd.tiers.transfer import Loaded
 from kvd.types import Generation, OwnerId, SlabId, Tenant
+from kvd.verifier import Verifier
 from kvd_client.identity import Group, Layout
 from kvd_client.wire import Status
 
@@ -219,8 +220,10 @@ class FakeStore:
 class World:
     """A catalog of one tenant with a cold tier."""
 
-    def __init__(self, slabs: int = 2, store: FakeStore | None = None, **knobs: Any) -> None:
-        """Make it over a store that may hold something already."""
+    def __init__(
+        self, slabs: int = 2, store: FakeStore | None = None, verify: int = 0, **knobs: Any
+    ) -> None:
+        """Make it over a store that may hold something already; verify one of so many objects."""
         pool = SlabPool(PLACES * PAGE, {TENANT: slabs})
         for slab in range(slabs):
             pool.add_blank(SlabId(slab))
@@ -236,7 +239,10 @@ class World:
             "form": "raw",
         } | knobs
         host, below = cast("HostTier", self.memory), cast("NvmeStore", self.store)
-        self.cold = ColdTier(self.catalog, host, below, NvmeKnobs(**fields))
+        loop = asyncio.get_running_loop() if verify else None
+        self.verifier = Verifier(self.catalog, host, verify, loop) if loop is not None else None
+        sure = self.verifier.sure if self.verifier is not None else None
+        self.cold = ColdTier(self.catalog, host, below, NvmeKnobs(**fields), sure=sure)
         self.cold.open()
         self.broken: list[bytes] = []
 
@@ -250,6 +256,8 @@ class World:
             mover.cancel()
         self.catalog.check()
         await self.cold.close()
+        if self.verifier is not None:
+            self.verifier.close()
 
     def enter(self, layout: Layout = PLAIN, *, lossy: bool = False) -> Space:
         """Begin a session."""

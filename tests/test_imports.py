@@ -79,6 +79,7 @@ PURE: Final = frozenset(
         "kvd.trees",
         "kvd.twins",
         "kvd.types",
+        "kvd.verifying",
         "kvd_client.errors",
         "kvd_client.identity",
         "kvd_client.sglang.options",

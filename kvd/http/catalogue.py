@@ -84,12 +84,13 @@ _REQUESTS: Final = (
     ),
     (
         "kvd_acquires_total",
-        "Acquires, by outcome; those cut short by quota are granted as well.",
+        "Acquires, by outcome; those cut short are granted, or missed, as well.",
         labelled(
             "outcome",
             granted="counters.acquires",
             missed="counters.acquires_missed",
             cut_by_quota="counters.acquires_over_quota",
+            cut_unverified="counters.acquires_unverified",
         ),
     ),
     (
@@ -269,6 +270,7 @@ _TIERS: Final = (
             published="host.published_bytes",
             reserved="host.reserved_bytes",
             quarantined="host.quarantined_bytes",
+            damaged="host.damaged_bytes",
             pinned="host.pinned_bytes",
             locked="host.locked_bytes",
             huge="host.huge_bytes",
@@ -312,7 +314,20 @@ _TIERS: Final = (
         one("nvme.demoting"),
     ),
 )
+_VERIFIED: Final = (
+    (
+        "kvd_host_summed_objects_total",
+        "Objects in host memory that got a sum of their bytes when they were published.",
+        one("host.summed"),
+    ),
+    (
+        "kvd_host_verified_objects_total",
+        "Sums compared with the object's, by what came out.",
+        labelled("outcome", all="host.verified", differed="host.differed"),
+    ),
+)
 _NOW: Final = (
+    ("kvd_host_verifying", "Objects that wait for a sum, or are summed.", one("host.verifying")),
     ("kvd_epoch", "Which life of the daemon: another number is another life.", one("epoch")),
     ("kvd_events_waiting", "Hashes that wait for the next batch.", one("events.waiting")),
     ("kvd_uptime_seconds", "Seconds since the start.", one("uptime_s")),
@@ -375,7 +390,7 @@ _HISTOGRAMS: Final = (
 )
 
 _TABLES: Final[tuple[tuple[Kind, tuple[tuple[str, str, tuple[Source, ...]], ...]], ...]] = (
-    ("counter", _REQUESTS + _MOVES + _NVME_COUNTS + _EVENTS + FLEET + GPU),
+    ("counter", _REQUESTS + _MOVES + _VERIFIED + _NVME_COUNTS + _EVENTS + FLEET + GPU),
     ("gauge", _TIERS + _NOW + FLEET_NOW + GPU_NOW),
     ("histogram", _HISTOGRAMS),
 )

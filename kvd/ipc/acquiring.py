@@ -1,6 +1,11 @@
 """What a session may read: acquires, those that wait, attaches, releases.
 
 Synchronous, on the loop. An acquire that waits (`waiting.py`) is answered once, later.
+
+    other hosts   -->   promotions   -->   a check of the bytes   -->   a lease, or a miss
+
+Each has its own time, `promote_s`, and is passed over where there is nothing to wait for. What is
+checked is checked for the lease: who attaches to it is told the same bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +14,9 @@ import os
 from typing import TYPE_CHECKING
 
 from kvd.hits import bytes_by_tier, had_of, tokens_by_tier
-from kvd.ipc.waiting import Fetching, Waiting, no_lease
+from kvd.ipc.waiting import Checking, Fetching, Waiting, no_lease
 from kvd.lease import Lease
-from kvd.places import places_of
+from kvd.places import places_of, slots_of
 from kvd.prefix import warm_length
 from kvd.quota import Resource
 from kvd.types import LeaseId
@@ -22,10 +27,10 @@ if TYPE_CHECKING:
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Limits
-    from kvd.entry import Chunk
+    from kvd.entry import Chunk, Slot
     from kvd.hits import Had
     from kvd.ipc.caller import Caller
-    from kvd.ipc.seams import GpuSide, Reach, Riser
+    from kvd.ipc.seams import GpuSide, Reach, Riser, Verifier
     from kvd.ipc.waiting import Later
     from kvd.ipc.worth import Worth
     from kvd.lease import LeaseBook
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
 
 _MS = 1_000_000
 WAITING_MAX = 64
-"""Most acquires of one session that wait for promotions."""
+"""Most acquires of one session that wait for promotions, or for a check."""
 
 
 def usages(counters: Counters, caller: Caller) -> tuple[Usage, Usage]:
@@ -57,13 +62,15 @@ class Acquires:
         riser: Riser | None,
         gpu: GpuSide | None,
         reach: Reach | None,
+        verifier: Verifier | None,
     ) -> None:
         """Share the loop's state."""
+        self._verifier = verifier
         self._gpu = gpu
         self._riser = riser
         self._reach = reach
         self._worth = worth
-        self._waiting: dict[OwnerId, set[Waiting]] = {}
+        self._waiting: dict[OwnerId, set[Waiting | Checking]] = {}
         self._fetching: dict[OwnerId, set[Fetching]] = {}
         self._catalog = catalog
         self._leases = leases
@@ -89,7 +96,7 @@ class Acquires:
             self._counters.acquires_missed += 1
             return no_lease(ask.request, ask.first, Status.MISS)
         if self._riser is None or all(chunk.ready for chunk in chunks):
-            return self._settle(caller, ask, chunks, had)
+            return self._check(caller, ask, chunks, later, had)
         if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
             self._catalog.unpin(chunks)
             return no_lease(ask.request, ask.first, Status.OVER_QUOTA)
@@ -159,29 +166,81 @@ class Acquires:
                 break  # no room: nothing after it would be usable either
         if not waiting.rising:
             waiting.over = True
-            return self._settle(caller, ask, chunks, had)
+            return self._check(caller, ask, chunks, later, had)
         self._waiting.setdefault(caller.owner, set()).add(waiting)
         return None
 
     def _finish(self, waiting: Waiting) -> None:
-        """Answer an acquire that has waited, with as much as is there (W2)."""
-        if waiting.over:
-            return  # its session ended while another of its acquires was answered
-        waiting.over = True
+        """Go on with an acquire that has waited, with as much as is there (W2)."""
         assert self._riser is not None
         for chunk, done in waiting.rising.items():
             self._riser.leave(chunk, done)
-        owner = waiting.caller.owner
-        self._waiting[owner].discard(waiting)
-        if not self._waiting[owner]:
-            del self._waiting[owner]
+        self._over(waiting)
         if waiting.caller.gone:
             self._catalog.unpin(waiting.chunks)
             return
         waited_s = (self._clock.now_ns() - waiting.began_ns) / 1e9
         self._counters.measures.seconds["acquire_wait"].note(waited_s)
-        reply = self._settle(waiting.caller, waiting.ask, waiting.chunks, waiting.had)
-        waiting.later(wire.encode(reply))
+        ask, later, had = waiting.ask, waiting.later, waiting.had
+        reply = self._check(waiting.caller, ask, waiting.chunks, later, had)
+        if reply is not None:
+            later(wire.encode(reply))
+
+    def _over(self, waiting: Waiting | Checking) -> None:
+        waiting.over = True
+        owner = waiting.caller.owner
+        self._waiting[owner].discard(waiting)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+
+    def _check(
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        later: Later,
+        had: Had | None,
+    ) -> wire.AcquireReply | None:
+        """Have checked what is watched of pinned chunks, then grant them; at once without any."""
+        refused = self._lease_refusal(caller) is not Status.OK
+        watched = [] if self._verifier is None or refused else _watched(chunks, caller, ask)
+        if not watched:
+            return self._settle(caller, ask, chunks, had)
+        assert self._verifier is not None
+        if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
+            self._catalog.unpin(chunks)
+            return no_lease(ask.request, ask.first, Status.OVER_QUOTA)
+        deadline_ns = self._clock.now_ns() + int(self._limits.promote_s * 1e9)
+        checking = Checking(
+            caller,
+            ask,
+            chunks,
+            later=later,
+            deadline_ns=deadline_ns,
+            had=had,
+            finish=self._checked,
+        )
+        checking.check = self._verifier.check(watched, checking.end)
+        self._waiting.setdefault(caller.owner, set()).add(checking)
+        return None
+
+    def _checked(self, checking: Checking) -> None:
+        """Answer an acquire that was checked, as far as it was in time (W2)."""
+        assert self._verifier is not None
+        left = set(self._verifier.leave(checking.check))
+        self._over(checking)
+        if checking.caller.gone:
+            self._catalog.unpin(checking.chunks)
+            return
+        chunks = checking.chunks
+        if left:
+            self._counters.acquires_unverified += 1
+            sure = [left.isdisjoint(chunk.slots.values()) for chunk in chunks]
+            cut = (*sure, False).index(False)
+            self._catalog.unpin(chunks[cut:])
+            chunks = chunks[:cut]
+        reply = self._settle(checking.caller, checking.ask, chunks, checking.had)
+        checking.later(wire.encode(reply))
 
     def _settle(
         self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...], had: Had | None
@@ -282,6 +341,10 @@ class Acquires:
             return no_lease(ask.request, 0, refusal or Status.STALE)
         if lease.chunks[0].space is not caller.space:
             return no_lease(ask.request, 0, Status.STALE)
+        if self._catalog.damaged:  # a part of it may have been taken out since
+            usable = warm_length(caller.space, lease.chunks, lease.first)
+            if usable < len(lease.chunks):
+                return no_lease(ask.request, lease.first, Status.STALE)
         self._catalog.pin(lease.chunks)
         left_ms = max(0, lease.deadline_ns - self._clock.now_ns()) // _MS
         return self._grant(
@@ -310,19 +373,29 @@ class Acquires:
         self.let_go(self._leases.sweep(now_ns))
         late = [w for every in self._waiting.values() for w in every if w.deadline_ns <= now_ns]
         for waiting in late:
-            self._finish(waiting)
+            waiting.end()
 
     def drain(self) -> None:
         """Grant nothing any more; what waits for the disk or other hosts is refused at once."""
         self.draining = True
         for waiting in [w for every in self._waiting.values() for w in every]:
-            self._finish(waiting)
+            waiting.end()
         for fetching in [f for every in self._fetching.values() for f in every]:
             self._fetched(fetching)
 
     def leave(self, caller: Caller) -> None:
         """Forget what a session waits for; its promotions go on for the others, or end."""
         for waiting in list(self._waiting.get(caller.owner, ())):
-            self._finish(waiting)
+            waiting.end()
         for fetching in list(self._fetching.get(caller.owner, ())):
             self._fetched(fetching)
+
+
+def _watched(chunks: tuple[Chunk, ...], caller: Caller, ask: wire.Acquire) -> list[Slot]:
+    """Return the watched objects that a lease tells of, or lets others be told of, in order."""
+    return [
+        slot
+        for chunk in chunks
+        for slot in (slots_of(chunk, caller.rank) if ask.read else chunk.slots.values())
+        if slot.watched
+    ]

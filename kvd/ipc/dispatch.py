@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.clock import Clock
     from kvd.config import Limits
     from kvd.ipc.caller import Caller
-    from kvd.ipc.seams import GpuSide, Reach, Riser
+    from kvd.ipc.seams import GpuSide, Reach, Riser, Verifier
     from kvd.ipc.waiting import Later
     from kvd.lease import LeaseBook
     from kvd.metrics import Counters
@@ -46,6 +46,7 @@ class Dispatcher:
         *,
         gpu: GpuSide | None = None,
         reach: Reach | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         """Share the loop's state."""
         self._gpu = gpu
@@ -53,7 +54,15 @@ class Dispatcher:
         self._reach = reach
         self._worth = Worth(catalog, riser, reach)
         self.acquires = Acquires(
-            catalog, leases, limits, clock, self._worth, riser=riser, gpu=gpu, reach=reach
+            catalog,
+            leases,
+            limits,
+            clock,
+            self._worth,
+            riser=riser,
+            gpu=gpu,
+            reach=reach,
+            verifier=verifier,
         )
         self._catalog = catalog
         self._leases = leases

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvd.cost import Rates
-    from kvd.entry import Chunk, Space
+    from kvd.entry import Chunk, Slot, Space
     from kvd.places import PlaceRecord
     from kvd.types import Generation, OwnerId, Tenant
+    from kvd.verifying import Check
     from kvd_client import wire_gpu
     from kvd_client.wire import Status
 
@@ -67,6 +68,18 @@ class Reach(Protocol):
 
     def rates(self) -> tuple[float, float, float]:
         """Return bytes a second, latency in seconds and queued bytes."""
+        ...
+
+
+class Verifier(Protocol):
+    """What checks the bytes of objects before they are told of."""
+
+    def check(self, slots: Iterable[Slot], done: Callable[[], None]) -> Check:
+        """Have pinned, watched objects checked; what differs is no longer in its chunk then."""
+        ...
+
+    def leave(self, check: Check) -> list[Slot]:
+        """Stop waiting; return what has no answer."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Acquires that wait: for promotions, or first for other hosts. Answered once.
+"""Acquires that wait: for other hosts, for promotions, for a check of the bytes. Answered once.
 
-An acquire that waits for promotions is answered when the last has ended, time is up or a drain
-begins. One that waits for other hosts holds what is here meanwhile, and is then dealt with as if it
-had just come.
+An acquire that waits for promotions goes on when the last has ended, time is up or a drain begins;
+so does one that waits for a check. One that waits for other hosts holds what is here meanwhile, and
+is then dealt with as if it had just come.
 
 W1. While it waits, an acquire owns the pins on its chunks; afterwards its lease does, or nobody.
 W2. It is answered exactly once, and not at all if its session has gone.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvd.entry import Chunk
     from kvd.hits import Had
     from kvd.ipc.caller import Caller
+    from kvd.verifying import Check
     from kvd_client.wire import Status
 
     Later = Callable[[bytes], None]
@@ -56,11 +57,47 @@ class Waiting:
 
         def done(read: bool) -> None:  # noqa: ARG001, FBT001 - the chunk's own state tells
             self.rising.pop(chunk, None)
-            if not self.rising and not self.over:
-                self._finish(self)
+            if not self.rising:
+                self.end()
 
         self.rising[chunk] = done
         return done
+
+    def end(self) -> None:
+        """Go on, with as much as is there."""
+        if not self.over:
+            self._finish(self)
+
+
+class Checking:
+    """One acquire that waits for a check of its objects' bytes."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        *,
+        later: Later,
+        deadline_ns: int,
+        had: Had | None,
+        finish: Callable[[Checking], None],
+    ) -> None:
+        """Own the pins on `chunks`; `later` takes the reply, `had` is what was there."""
+        self.caller = caller
+        self.ask = ask
+        self.chunks = chunks
+        self.later = later
+        self.deadline_ns = deadline_ns
+        self.had = had
+        self._finish = finish
+        self.over = False
+        self.check: Check
+
+    def end(self) -> None:
+        """Go on, with as much as has been checked."""
+        if not self.over:
+            self._finish(self)
 
 
 class Fetching:

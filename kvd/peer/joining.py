@@ -63,4 +63,5 @@ def peers(daemon: Daemon) -> Peers | None:
         peer=config.peer,
         transfer=config.transfer,
         directory=daemon.directory,
+        verifier=daemon.verifier,
     )

@@ -86,6 +86,11 @@ class Landings:
             self._spare.add(read)
         return slots
 
+    def summed(self, read: int, digests: Sequence[bytes]) -> None:
+        """Hear what a read's bytes sum to; they are believed or given back after this."""
+        for slot, digest in zip(self._slots[read], digests, strict=False):
+            slot.digest = digest
+
     def publish(self, read: int, now_ns: int) -> Chunk:
         """Make a read's objects findable, all of them; return their chunk."""
         slots = self._slots.pop(read)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvd.peer.membership import Member
     from kvd.peer.messages import Message
     from kvd.peer.redis_directory import RedisDirectory
-    from kvd.peer.source import Riser, Slabs
+    from kvd.peer.source import Riser, Slabs, Verifier
 
 _LOG = log.get("peers")
 EAGER_MAX: Final = 8
@@ -54,6 +54,7 @@ class Peers:
         peer: PeerKnobs,
         transfer: TransferKnobs,
         directory: RedisDirectory,
+        verifier: Verifier | None = None,
     ) -> None:
         """Plan it.
 
@@ -72,15 +73,10 @@ class Peers:
         devices = transfer.devices or devices_of(peer.address)
         lease_ms = int(transfer.hold_s * 1e3)
         knobs = Knobs(lease_ms=lease_ms, quarantine_bytes=transfer.quarantine_bytes)
+        source = partial(Source, loop, catalog, slabs, riser, verifier=verifier)
+        tenants = [Tenant(name) for name in transfer.tenants()]
         make_source = partial(
-            Source,
-            loop,
-            catalog,
-            slabs,
-            riser,
-            transport=transfer.transport,
-            devices=devices,
-            tenants=[Tenant(name) for name in transfer.tenants()],
+            source, transport=transfer.transport, devices=devices, tenants=tenants
         )
         self.serving = Serving(
             catalog,

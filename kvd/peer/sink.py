@@ -232,6 +232,8 @@ class Sink:
             self._up_by_s = math.inf
             self._do(self.asker.mover_up(now_ns, life))
         elif kind == "landed":
+            if (reading := self._reads.get(fields[0])) is not None:
+                reading[0].summed(*fields)
             self._do(self.asker.landed(now_ns, *fields))
         elif kind == "failed":
             self._do(self.asker.failed(now_ns, *fields))

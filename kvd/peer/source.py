@@ -1,13 +1,13 @@
 """What this host gives to others: chunks held in place, summed and reachable. Loop only.
 
 One source process for all peers maps the slabs that are asked of (over TCP read-only), registers
-them with its NIXL agent and sums objects. A digest is kept with the generation of its slot: bytes
-of a published slot do not change. A Take holds a pin until it is dropped.
+them with its NIXL agent and sums objects that nobody has summed. The digest is kept with the slot:
+bytes of a published slot do not change, and where they did, who reads them sees it. What is watched
+is verified before it is offered. A Take holds a pin until it is dropped.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvd import log
@@ -19,18 +19,18 @@ from kvd.quota import Resource
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvd.catalog import Catalog
     from kvd.cost import Rates
     from kvd.entry import Chunk, Slot
     from kvd.peer.nixl_agent import Transport
     from kvd.types import SlabId, Tenant
+    from kvd.verifying import Check
 
     OnTaken = Callable[[int, int, Sequence[Held] | None], None]
 
 _LOG = log.get("source")
-DIGESTS_MAX: Final = 1 << 16
 NO_TICKET: Final = 0
 """Of a question that nobody asks for; the holder's tickets are above it."""
 RESTART_S: Final = 1.0
@@ -68,6 +68,18 @@ class Riser(Protocol):
         ...
 
 
+class Verifier(Protocol):
+    """What checks the bytes of objects."""
+
+    def check(self, slots: Iterable[Slot], done: Callable[[], None]) -> Check:
+        """Have pinned, watched objects checked; what differs is no longer in its chunk then."""
+        ...
+
+    def leave(self, check: Check) -> list[Slot]:
+        """Stop waiting."""
+        ...
+
+
 class Taking:
     """A chunk being held for a ticket."""
 
@@ -77,6 +89,7 @@ class Taking:
         self.chunk = chunk
         self.mask = mask
         self.rising: Callable[[bool], None] | None = None
+        self.check: Check | None = None
         self.slots: list[Slot] = []
         self.asked: list[Slot] = []
 
@@ -91,6 +104,7 @@ class Source:
         slabs: Slabs,
         riser: Riser | None,
         *,
+        verifier: Verifier | None = None,
         transport: Transport,
         devices: Sequence[str],
         tenants: Collection[Tenant],
@@ -101,6 +115,7 @@ class Source:
         self._catalog = catalog
         self._slabs = slabs
         self._riser = riser
+        self._verifier = verifier
         self._transport: Transport = transport
         self._devices = devices
         self._tenants = tenants
@@ -109,7 +124,6 @@ class Source:
         self._life = 0
         self._bases: dict[int, int] = {}
         self._takings: dict[int, Taking] = {}
-        self._digests: OrderedDict[int, bytes] = OrderedDict()
         self._closing = False
         self._owed = 0
         self._answer_by_s = self._ticked_s = 0.0
@@ -224,7 +238,7 @@ class Source:
             if self._riser.promote(chunk, taking.rising):
                 return
             taking.rising = None
-        self._hold(taking)
+        self._verify(taking)
 
     def _may_pin(self, chunk: Chunk) -> bool:
         left = self._catalog.quota.left(chunk.space.tenant, Resource.PINNED_BYTES)
@@ -240,18 +254,35 @@ class Source:
     def _risen(self, taking: Taking) -> None:
         taking.rising = None
         if taking.ticket in self._takings:
+            self._verify(taking)
+
+    @staticmethod
+    def _wanted(taking: Taking) -> list[Slot]:
+        chunk = taking.chunk
+        columns = [c for c in sorted(chunk.slots) if chunk.mask & taking.mask & 1 << c]
+        return [chunk.slots[column] for column in columns]
+
+    def _verify(self, taking: Taking) -> None:
+        """Have checked what is watched; what differs is not there any more."""
+        watched = [slot for slot in self._wanted(taking) if slot.watched]
+        if self._verifier is None or not watched:
+            self._hold(taking)
+            return
+        taking.check = self._verifier.check(watched, lambda: self._verified(taking))
+
+    def _verified(self, taking: Taking) -> None:
+        taking.check = None
+        if taking.ticket in self._takings:
             self._hold(taking)
 
     def _hold(self, taking: Taking) -> None:
         """Map and sum what is missing, in this order; the process answers in this order too."""
-        chunk = taking.chunk
-        columns = [c for c in sorted(chunk.slots) if chunk.mask & taking.mask & 1 << c]
-        taking.slots = [chunk.slots[column] for column in columns]
+        taking.slots = self._wanted(taking)
         process = self._process
         if not taking.slots or process is None:
             self._on_taken(taking.ticket, 0, ())
             return
-        missing = [s for s in taking.slots if s.generation not in self._digests]
+        missing = [s for s in taking.slots if not s.digest]
         unmapped = {s.slab for s in taking.slots} - self._bases.keys()
         if not missing and not unmapped:
             self._tell(taking)
@@ -272,11 +303,8 @@ class Source:
         if taking is None:
             return  # dropped meanwhile, and its slots may be others' by now
         for slot, digest in zip(taking.asked, digests, strict=True):
-            self._digests[slot.generation] = digest
-        if any(slot.generation not in self._digests for slot in taking.slots):
-            self._hold(taking)  # some were forgotten meanwhile
-        else:
-            self._tell(taking)
+            slot.digest = slot.digest or digest
+        self._tell(taking)
 
     def _tell(self, taking: Taking) -> None:
         held = [
@@ -286,12 +314,10 @@ class Source:
                 slot.size_bytes,
                 slot.generation,
                 taking.chunk.lossy_mask >> slot.column & 1,
-                self._digests[slot.generation],
+                slot.digest,
             )
             for slot in taking.slots
         ]
-        while len(self._digests) > DIGESTS_MAX:
-            self._digests.popitem(last=False)
         self._on_taken(taking.ticket, self.version, held)
 
     def drop(self, ticket: int) -> None:
@@ -301,4 +327,6 @@ class Source:
             return
         if taking.rising is not None and self._riser is not None:
             self._riser.leave(taking.chunk, taking.rising)
+        if taking.check is not None and self._verifier is not None:
+            self._verifier.leave(taking.check)
         self._catalog.unpin([taking.chunk])

@@ -139,3 +139,14 @@ def test_runs_are_of_hosts_that_hold_all_of_it(
 ) -> None:
     """A run goes on while one host has all of it."""
     assert runs(holders) == cut
+
+
+def test_a_sum_that_the_mover_made_is_the_object_s() -> None:
+    """What was compared with the holder's sum is not summed again here: it stays with the slot."""
+    host = Host(Layout(8, 8, "float16", (Group("full", 1, 1, 8, PAGE),), tp=2))
+    heard = []
+    host.catalog.on_publish = lambda slot: heard.append(slot.digest)
+    assert host.take(1, 0, columns=2)
+    host.landings.summed(1, [b"1" * 16, b"2" * 16])
+    host.landings.publish(1, 0)
+    assert heard == [b"1" * 16, b"2" * 16]

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "metrics.md"
 CONFIG: Final = """
+[host]
+verify = "always"
+
 [nvme]
 slow_s = 30
 bytes = "64MiB"

@@ -209,6 +209,8 @@ class Model:
     contents: dict[tuple[int, int], object] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     """Generations that are over: stale for everyone."""
+    damaged: list[tuple[Tenant, Spot]] = field(default_factory=list)
+    """Places that nobody uses again."""
     ear: Ear = field(default_factory=Ear)
 
     @classmethod
@@ -358,6 +360,7 @@ class Model:
         """A slot is given out: its bytes are nobody else's and its generation is new."""
         others = [*self.published.values(), *(f.spot for f in self.filling.values())]
         others += [other for move in self.moves for other in move.spots.values()]
+        others += [other for _, other in self.damaged]
         assert key not in self.published, "a slot for what is there"
         assert not [other for other in others if other.overlaps(spot)], "a place in use"
         assert spot.generation > max([*self.ended, *self.filling, 0]), "a generation used before"

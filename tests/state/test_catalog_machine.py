@@ -452,7 +452,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def store_newest(self, tenant: Tenant, name: str, path: Path) -> None:
         """A chain that fits gets in whole when its tenant holds nothing: full is no refusal."""
         held = [world for world, _ in self.model.pins if world.tenant == tenant]
-        if held or self.model.filling_bytes(tenant):
+        if held or self.model.filling_bytes(tenant) or self.model.damaged:
             return
         refused = self.catalog.counters.reserves_refused
         world, path = World(tenant, name), path[: FITS[name]]

@@ -19,7 +19,7 @@ from kvd.catalog import DAEMON
 from kvd.policies import POLICIES
 from kvd.prefix import warm_length
 from kvd.quota import Resource
-from kvd.trees import found_copy
+from kvd.trees import found_copy, plant
 from kvd.types import Generation, OwnerId, Tenant
 from kvd_client.wire import Status
 from tests.state.catalog_model import (
@@ -449,7 +449,7 @@ class ColdMachine(CatalogMachine):
                 ]
                 chance.shuffle(rows)
                 space = self.catalog.enter(tenant, NAMESPACE, name, layout)
-                broken = self.catalog.restore(space, rows)
+                broken = plant(space, rows, self.catalog.changes)
                 self.catalog.leave(space)
                 whole = {
                     node: below

@@ -79,9 +79,9 @@ def test_a_deadline_alone_frees_nothing() -> None:
 
 
 def test_an_object_is_written_once() -> None:
-    """PUBLISHED leads to FREE and nowhere else (E3)."""
+    """PUBLISHED leads to FREE, or out of use, and nowhere else (E3)."""
     after = {new for (old, _), new in TRANSITIONS.items() if old is SlotState.PUBLISHED}
-    assert after == {SlotState.FREE}
+    assert after == {SlotState.FREE, SlotState.QUARANTINED}
 
 
 def test_every_state_has_a_way_back_to_free() -> None:

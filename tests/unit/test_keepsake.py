@@ -125,12 +125,15 @@ def test_what_comes_back_is_what_went(asked: list[Any], policy: str, data: st.Da
         for slab, places in everything(kept).items()
         if data.draw(st.booleans())
     }
-    new = empty(policy=policy)
+    new, heard = empty(policy=policy), list[Any]()
+    new.on_publish = heard.append
     taken = adopt(new, kept, good)
+    assert all(slot.digest == digest(slot) for slot in heard), "its sum goes on"
     for number in set(range(SLABS)) - set(good):
         new.pool.add_blank(SlabId(number))
     new.check()
     before, after = content(old), content(new)
+    assert len(heard) == len(after), "each may be watched"
     assert after.items() <= before.items()
     assert taken == sum(bool(c.mask) for s in new.spaces.values() for c in s.chunks.values())
     assert {(slab, place) for slab, place, _ in after.values()} <= {

@@ -1,0 +1,183 @@
+"""Which objects of host memory are verified, in what order they are summed, what a sum means. Pure.
+
+An object that is *watched* is summed as soon as it is published, and its sum kept with its slot for
+as long as that lives. It is summed again before it is told to a reader or copied elsewhere.
+
+    publish  --> watched? --> summed: the first sum is the object's
+    acquire  --> summed again: the same, or it is taken out and its place never used again
+
+It can be found at once, and is told to nobody before its first sum is there. What was written to it
+between its publishing and that sum counts as published: nothing tells it from the writer's own
+bytes. What comes with a sum already, from another host or an earlier life, has no such gap.
+
+Invariants:
+
+Y1. A watched object is told to a reader only after a sum that was asked for since has been the
+    object's.
+Y2. One sum an object is under way: everybody else waits for the same one.
+Y3. A sum is about the use of a place that it was begun for, and about no other.
+Y4. The place of an object that differed is used by nobody again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from kvd.changes import HOST
+from kvd.entry import SlotEvent, SlotState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvd.catalog import Catalog
+    from kvd.entry import Slot
+
+QUEUE_MAX: Final = 1 << 16
+"""Most published objects that wait for their first sum; others get it when they are asked for."""
+
+
+class Sampler:
+    """Chooses what is watched: one object of `every`."""
+
+    def __init__(self, every: int) -> None:
+        """Begin to count."""
+        assert every > 0
+        self._every = every
+        self._count = 0
+
+    def due(self) -> bool:
+        """Count an object; tell whether it is one to watch."""
+        self._count += 1
+        return self._count % self._every == 0
+
+
+class Verdict(Enum):
+    """What a sum means."""
+
+    GONE = "gone"
+    FIRST = "first"
+    SAME = "same"
+    DIFFERS = "differs"
+
+
+def judge(slot: Slot, digest: bytes) -> Verdict:
+    """Say what a sum of a slot's bytes means; the first becomes the object's."""
+    if slot.state is not SlotState.PUBLISHED:
+        return Verdict.GONE  # Y3: perhaps others' bytes already
+    if not slot.digest:
+        slot.digest = digest
+        return Verdict.FIRST
+    return Verdict.SAME if digest == slot.digest else Verdict.DIFFERS
+
+
+class Check:
+    """Objects that somebody wants to be sure of.
+
+    Attributes:
+        left: Those without an answer, in the order in which they are of use.
+    """
+
+    def __init__(self, slots: Iterable[Slot], done: Callable[[], None]) -> None:
+        """Wait for all of them; `done` is called once, with the last."""
+        self.left = dict.fromkeys(slots)
+        self._done = done
+        assert self.left
+
+    def hear(self, slot: Slot) -> None:
+        """Hear that an object has been summed, and taken out if it differed."""
+        del self.left[slot]
+        if not self.left:
+            self._done()
+
+
+class Sums:
+    """What is to be summed: what somebody waits for first, then the newly published."""
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self._waiters: dict[Slot, list[Check]] = {}
+        self._begun: set[Slot] = set()
+        self._asked: OrderedDict[Slot, None] = OrderedDict()
+        self._published: OrderedDict[Slot, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Count the objects that wait or are being summed."""
+        return len(self._waiters)
+
+    def published(self, slot: Slot) -> bool:
+        """Take in an object for its first sum; False when there are too many."""
+        if len(self._published) >= QUEUE_MAX:
+            return False
+        self._waiters[slot] = []
+        self._published[slot] = None
+        return True
+
+    def ask(self, check: Check) -> None:
+        """Take in what somebody waits for, who keeps it in place meanwhile."""
+        for slot in check.left:
+            self._waiters.setdefault(slot, []).append(check)
+            if slot not in self._begun:
+                self._asked[slot] = None
+
+    def leave(self, check: Check) -> None:
+        """Stop waiting; what nobody else waits for is not summed because of it."""
+        for slot in check.left:
+            waiters = self._waiters[slot]
+            waiters.remove(check)
+            if not waiters and slot not in self._begun:
+                del self._asked[slot]
+                if slot not in self._published:
+                    del self._waiters[slot]
+
+    def next(self, most_bytes: int) -> list[Slot]:
+        """Return what to sum now, about so many bytes of it; none when there is nothing to do."""
+        batch: list[Slot] = []
+        size_bytes = 0
+        while size_bytes < most_bytes and (queue := self._asked or self._published):
+            slot = next(iter(queue))
+            self._asked.pop(slot, None)
+            self._published.pop(slot, None)
+            self._begun.add(slot)
+            if slot.state is not SlotState.PUBLISHED:
+                self.ended(slot)
+                continue
+            batch.append(slot)
+            size_bytes += slot.size_bytes
+        return batch
+
+    def ended(self, slot: Slot) -> None:
+        """Tell those who wait for an object that its sum has been judged."""
+        self._begun.remove(slot)
+        for check in self._waiters.pop(slot):
+            check.hear(slot)
+
+    def check(self) -> None:
+        """Recount; raises AssertionError naming the invariant that does not hold."""
+        assert not self._begun & (self._asked.keys() | self._published.keys()), "Y2"
+        known = self._begun | self._asked.keys() | self._published.keys()
+        assert self._waiters.keys() == known, "Y2"
+        for slot, waiters in self._waiters.items():
+            assert all(slot in check.left for check in waiters), "Y2"
+
+
+def take_out(catalog: Catalog, slot: Slot) -> None:
+    """Drop a published object that is not what it was; whoever holds its chunk may go on (Y4)."""
+    chunk = slot.chunk
+    assert chunk is not None
+    was_warm, was_whole = chunk.warm, chunk.mask == chunk.space.full_mask
+    slot.step(SlotEvent.DAMAGE)
+    slot.chunk = None
+    chunk.take(slot.column)
+    chunk.mask &= ~(1 << slot.column)
+    chunk.lossy_mask &= ~(1 << slot.column)
+    chunk.size_bytes -= slot.size_bytes
+    if not chunk.mask:
+        chunk.unwanted, chunk.spare = False, 0  # that was about what is gone
+    catalog.damaged.add(slot)
+    catalog.on_damage(slot)
+    catalog.counters.count_eviction("damaged", 1, slot.size_bytes)
+    if was_whole and catalog.changes.heard:
+        catalog.changes.removed(chunk, HOST, "damaged")
+    catalog.settle(chunk, was_warm)
