@@ -124,7 +124,14 @@ class Client:
         with self._link.lock:
             return self._link.take()
 
-    # ---------------------------------------------------------------- the GPU tier
+    # ---------------------------------------------------------------- GPUs
+
+    def map_lazily(self) -> None:
+        """Map slabs without their pages from now on, for who has them pinned by another thread.
+
+        With them it takes tens of milliseconds a slab, and Python holds the GIL meanwhile.
+        """
+        self._link.map_lazily()
 
     def begin_use_gpu(self, uuid: bytes) -> Ticket[bool]:
         """Say on which GPU this session copies: places in its memory may then be named to it.

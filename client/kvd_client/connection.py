@@ -41,19 +41,28 @@ class Lost(Exception):
 class Connection:
     """A session with the daemon, from the greeting to its end."""
 
-    def __init__(self, path: str, hello: wire.Hello, *, slab_wait_s: float = SLAB_WAIT_S) -> None:
+    def __init__(
+        self,
+        path: str,
+        hello: wire.Hello,
+        *,
+        slab_wait_s: float = SLAB_WAIT_S,
+        populate: bool = True,
+    ) -> None:
         """Connect and send the greeting; does not wait for the answer.
 
         Args:
             path: The daemon's socket.
             hello: The greeting.
             slab_wait_s: Longest wait for a slab's descriptor; then the session is lost.
+            populate: Map a slab with its pages, or leave them to who has the slab pinned.
 
         Raises:
             OSError: Nobody listens at `path`.
         """
         self._hello = hello
         self._slab_wait_s = slab_wait_s
+        self.populate = populate
         self._memory: mmap.mmap | None = None
         self._slabs: dict[int, memoryview] = {}
         self._bell = -1
@@ -244,7 +253,8 @@ class Connection:
         try:
             if not isinstance(message, wire.SlabReply) or message.slab != slab or len(fds) != 1:
                 raise Lost
-            return mmap.mmap(fds[0], message.slab_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if self.populate else 0)
+            return mmap.mmap(fds[0], message.slab_bytes, flags=flags)
         except (OSError, ValueError) as error:
             raise Lost from error
         finally:

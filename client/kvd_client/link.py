@@ -72,6 +72,7 @@ class Link:
         self._named = socket
         self._hello = hello
         self._slab_wait_s = max(SLAB_WAIT_S, wait_s)
+        self._populate = True
         self.lock = threading.RLock()
         self.connection: Connection | None = None
         self._greeting_until = 0.0
@@ -123,6 +124,13 @@ class Link:
                 else:
                     time.sleep(min(left, max(0.001, self._next_try - time.monotonic())))
 
+    def map_lazily(self) -> None:
+        """From now on map slabs without their pages."""
+        with self.lock:
+            self._populate = False
+            if self.connection is not None:
+                self.connection.populate = False
+
     def ready(self) -> bool:
         """Move the session on without waiting; tell whether it is up."""
         if self.connection is not None and self.connection.greeted:
@@ -132,7 +140,12 @@ class Link:
             return False
         try:
             if self.connection is None:
-                self.connection = Connection(self._path, self._hello, slab_wait_s=self._slab_wait_s)
+                self.connection = Connection(
+                    self._path,
+                    self._hello,
+                    slab_wait_s=self._slab_wait_s,
+                    populate=self._populate,
+                )
                 self._greeting_until = now + GREETING_S
             if self.connection.greet():
                 self._backoff_s = BACKOFF_S[0]

@@ -196,8 +196,8 @@ class GpuTier:
             self._make_slabs(device)
             self._serve(device)
             self._let_go(device)
-        except DeviceError as error:
-            self._fail(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, engines do without this tier
+            self._fail(f"{error}" or type(error).__name__)
 
     def _make_slabs(self, device: Device) -> None:
         """Allocate the slabs; with less free memory than configured the tier is smaller."""

@@ -18,6 +18,7 @@ from kvd_client.cuda.transfer import State
 from kvd_client.paths import stat_page_name
 from tests.daemon_fixture import namespace, tokens
 from tests.gpu.fake_device import FakeDevice
+from tests.gpu.test_registrar import resident
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,6 +257,24 @@ def test_threads_of_kvd_do_not_spoil_a_graph_that_the_engine_records(
     engine.device.recording = False
     assert not engine.device.spoiled
     assert engine.kv.load(client.acquire(hashes), [4, 5, 6, 7]).wait(30)
+
+
+def test_an_engine_on_a_gpu_maps_slabs_without_their_pages(
+    daemon: DaemonProcess,
+    connect: Callable[..., Any],
+    make_engine: Callable[..., Engine],
+) -> None:
+    """The call that names a slab first does not wait for them: the thread that pins it does."""
+    client = connect(layout=LAYOUT)
+    engine = make_engine(client, 1, threads=False)
+    with client.reserve(client.chunk_hashes(tokens(1))) as reservation:
+        buffer = reservation.placed[0].buffer
+        assert buffer is not None
+        address = int(np.frombuffer(buffer, np.uint8).ctypes.data)
+        assert resident(address) == 0
+        assert engine.kv.registrar.address(buffer, client.epoch) == address
+        engine.kv.registrar.step()
+        assert resident(address) == len(memoryview(buffer.obj))
 
 
 def test_wrong_block_ids_are_refused_before_anything_is_taken_over(

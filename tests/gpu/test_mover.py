@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client.cuda import reference
-from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.forms import Form
 from kvd_client.cuda.kernels import Axes
 from kvd_client.cuda.mover import POLL_MIN_S, POLL_S, QUEUE_MAX, Mover
@@ -445,36 +443,3 @@ def test_a_short_transfer_is_looked_at_soon_and_a_long_one_seldom() -> None:
         now[0] = 100.0 + after_s
         assert bench.mover._poll_s() == pytest.approx(poll_s)
     bench.settle()
-
-
-def test_kernels_that_do_not_compile_are_known_before_the_first_transfer() -> None:
-    """The thread compiles as it begins: no transfer waits for that, and then none is taken."""
-    bench = Bench()
-
-    def fail() -> None:
-        raise DeviceError("no compiler")
-
-    bench.device.prepare = fail  # type: ignore[method-assign]
-    bench.mover.start()
-    deadline = time.monotonic() + 20
-    while not bench.mover.broken:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    assert bench.mover.broken == "no compiler"
-    assert bench.transfer("gather", [0, 1]).state is State.FAILED
-    assert bench.mover.close(20.0)
-
-
-def test_an_error_that_no_one_foresaw_ends_the_transfer_not_the_thread() -> None:
-    """Nobody knows what is under way: it is lost, and the next one refused."""
-    bench = Bench()
-
-    def fail(*_: object) -> None:
-        raise TypeError("an integer is required")
-
-    bench.device.launch = fail  # type: ignore[method-assign, assignment]
-    lost = bench.transfer("gather", [0, 1])
-    bench.mover.turn()
-    assert lost.state is State.LOST
-    assert bench.mover.broken == "an integer is required"
-    assert bench.transfer("gather", [0, 1]).state is State.FAILED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +120,34 @@ def test_what_cannot_be_undone_stays_mapped() -> None:
         whole.close()  # type: ignore[attr-defined]
     contents: Any = at(address, size)
     assert not contents.any()
+
+
+def resident(address: int) -> int:
+    """Return how many bytes of the mapping at an address have their pages mapped."""
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="ascii").splitlines())
+    for line in lines:
+        start, _, end = line.split()[0].partition("-")
+        if end and int(start, 16) <= address < int(end, 16):
+            return next(int(word.split()[1]) << 10 for word in lines if word.startswith("Rss:"))
+    raise AssertionError("not mapped")
+
+
+def test_pages_are_mapped_before_the_driver_is_asked() -> None:
+    """Their faults take most of the time, and while the driver pins, its other calls wait."""
+    device = FakeDevice()
+    fd = os.memfd_create("slab")
+    os.ftruncate(fd, 1 << 22)
+    view = memoryview(mmap.mmap(fd, 1 << 22))
+    os.close(fd)
+    registrar = Registrar(device)
+    address = registrar.address(view, 1)
+    seen: list[int] = []
+
+    def register(address: int, size_bytes: int) -> None:
+        seen.append(resident(address))
+        assert size_bytes == 1 << 22
+
+    device.register = register  # type: ignore[method-assign]
+    before = resident(address)
+    registrar.step()
+    assert (before, seen) == (0, [1 << 22])

@@ -32,6 +32,28 @@ class Host:
         return memoryview(self.slabs[slab])[offset_bytes : offset_bytes + size_bytes]
 
 
+def test_an_error_that_no_one_foresaw_closes_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that died would have the daemon killed again and again."""
+
+    def broken(_: int) -> SharedDevice:
+        raise TypeError("an integer is required")
+
+    monkeypatch.setattr(gpu, "open_device", broken)
+    over = threading.Event()
+    failures: list[str] = []
+
+    def failed(why: str) -> None:
+        failures.append(why)
+        over.set()
+
+    knobs = GpuKnobs(SLAB_BYTES, slab_bytes=SLAB_BYTES)
+    tier = GpuTier(knobs, Host(), SLAB_BYTES, on_slab=lambda _: None, on_failed=failed)
+    tier.start()
+    assert over.wait(WAIT_S)
+    assert (tier.state, failures) == ("failed", ["an integer is required"])
+    tier.close()
+
+
 def test_host_memory_that_cannot_be_pinned_is_copied_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -89,6 +89,7 @@ class DeviceKV:
         self._device = device
         self._header = self._form.header()
         self.mover = Mover(device, pages, stage_bytes=stage_bytes, header=self._header)
+        client.map_lazily()
         self.registrar = Registrar.of(client, device).join(self)
         self.imports = Imports(client, device)
         self._told_epoch = 0

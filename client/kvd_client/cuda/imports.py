@@ -10,6 +10,7 @@ is a miss once: the session then says that it uses no GPU, and is told of host m
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from kvd_client.cuda.device import IPC_BYTES, DeviceError
@@ -76,4 +77,5 @@ class Imports:
 
     def close(self) -> None:
         """Close all; no transfer may be under way."""
-        self.retire(-1)
+        with contextlib.suppress(DeviceError):  # a GPU that has failed: the process's end does it
+            self.retire(-1)

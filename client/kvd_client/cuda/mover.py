@@ -123,15 +123,10 @@ class Mover:
         self._header_at = 16 * pages.planes
         self._fixed = -(-(self._header_at + len(header)) // 4096) * 4096
         size = self._fixed + SLOTS * TABLE_BYTES
-        self._memory = device.alloc(2 * _STREAMS * self.stage_bytes + size)
-        stages = self._memory
-        self._tables = stages + 2 * _STREAMS * self.stage_bytes
         self._pinned = device.alloc_pinned(size)
-        lane_bytes = _STREAMS * self.stage_bytes
-        self._lanes: dict[Direction, _Lane] = {
-            "scatter": _Lane(device, stages, self.stage_bytes),
-            "gather": _Lane(device, stages + lane_bytes, self.stage_bytes),
-        }
+        self._lanes: dict[Direction, _Lane] = {}
+        self._memory = device.alloc(2 * _STREAMS * self.stage_bytes + size)
+        self._tables = self._memory + 2 * _STREAMS * self.stage_bytes
         self._free = list(range(SLOTS))
         self._events: list[int] = []
         self._queue: deque[Transfer] = deque()
@@ -140,6 +135,17 @@ class Mover:
         self._closing = False
         self._lost = False
         self._thread: threading.Thread | None = None
+        try:
+            self._begin_lanes()
+        except DeviceError:
+            device.free(self._memory)
+            raise
+
+    def _begin_lanes(self) -> None:
+        """Make the streams, and put on the GPU what stays there."""
+        lane_bytes = _STREAMS * self.stage_bytes
+        self._lanes["scatter"] = _Lane(self.device, self._memory, self.stage_bytes)
+        self._lanes["gather"] = _Lane(self.device, self._memory + lane_bytes, self.stage_bytes)
         self._upload_planes()
 
     def _upload_planes(self) -> None:
@@ -190,8 +196,9 @@ class Mover:
         Raises:
             DeviceError: The device is gone.
         """
+        stream = self.device.current_stream()  # fails where a graph is recorded
         event = self._event()
-        self.device.record(event, self.device.current_stream())
+        self.device.record(event, stream)
         return event
 
     def close(self, timeout_s: float = 10.0) -> bool:

@@ -14,10 +14,11 @@ by the last `close`: memory that is unmapped while it is pinned is the driver's 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd_client.cuda.device import DeviceError
 
@@ -116,6 +117,7 @@ class Registrar:
                 return False
             slab = self._todo[0]
         error = ""
+        _populate(slab)
         try:
             self._device.register(slab.address, slab.size_bytes)
         except DeviceError as failed:
@@ -177,6 +179,18 @@ class Registrar:
         self._slabs.clear()
 
 
+def _populate(slab: Slab) -> None:
+    """Map the pages of a slab, ahead of the driver: other threads' calls of it wait while it pins.
+
+    An older kernel does not know how, and leaves it to the driver.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise  # that of `mmap` holds the GIL
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise(slab.address, slab.size_bytes, _MADV_POPULATE_WRITE)
+
+
+_MADV_POPULATE_WRITE: Final = 23
 _GUARD = threading.Lock()
 _REGISTRARS: weakref.WeakKeyDictionary[Any, Registrar] = weakref.WeakKeyDictionary()
 _KEPT: list[Any] = []

@@ -110,9 +110,10 @@ class GpuPages:
             For one `wait`; 0 if the GPU does not answer, and then no copy succeeds.
         """
         try:
+            stream = self._device.current_stream()
             with self._guard:
                 mark = self._marks.pop() if self._marks else self._device.make_event()
-            self._device.record(mark, self._device.current_stream())
+            self._device.record(mark, stream)
         except DeviceError:
             return 0
         return mark

@@ -94,6 +94,8 @@ class Worker:
             name=f"vllm worker {self._rank}",
             wait_s=self._options.wait_s,
         )
+        if self._pages.on_gpu:
+            client.map_lazily()
         try:
             client.greet(GREET_S)
         except KvdError as error:
