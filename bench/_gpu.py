@@ -168,16 +168,11 @@ class Engine:
         chunks = self.shape.tokens // self.shape.chunk
         return chunks * self.client.layout.groups[0].object_bytes
 
-    def pinned(self) -> int:
-        """Wait until all host slabs that were named are pinned; their bytes."""
+    def pinned(self) -> dict[str, Any]:
+        """Wait until all host slabs that were named are pinned; their bytes, and what failed."""
         registrar = self.side.registrar
-        until(
-            lambda: bool(registrar.failed) or not registrar._todo,  # noqa: SLF001 - nothing tells
-            "host memory does not get pinned",
-        )
-        if registrar.failed:
-            raise AssertionError(f"host memory cannot be pinned: {registrar.failed}")
-        return registrar.pinned_bytes
+        until(lambda: not registrar._todo, "host memory does not get pinned")  # noqa: SLF001
+        return {"bytes": registrar.pinned_bytes, "note": registrar.failed}
 
     def content(self, blocks: Sequence[int]) -> list[Any]:
         """Give the pages of these blocks, layer by layer."""
@@ -237,11 +232,21 @@ def daemon(
         running.start()
         try:
             if gpu_bytes:
-                until(lambda: gpu_state(running).get("ready_bytes") == gpu_bytes, "no GPU tier")
+                until_ready(running, gpu_bytes)
             yield running
         finally:
             running.stop()
             running.clean_up()
+
+
+def until_ready(running: DaemonProcess, gpu_bytes: int) -> None:
+    """Wait for a GPU tier of this size; AssertionError saying what there is instead."""
+    deadline = time.monotonic() + WAIT_S
+    while (state := gpu_state(running)).get("ready_bytes") != gpu_bytes:
+        if state.get("state") == "failed" or state.get("note") or time.monotonic() > deadline:
+            told = {name: state.get(name) for name in ("state", "note", "ready_bytes")}
+            raise AssertionError(f"no GPU tier of {gpu_bytes} bytes: {told}")
+        time.sleep(0.01)
 
 
 def gpu_state(running: DaemonProcess) -> dict[str, Any]:

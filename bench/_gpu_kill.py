@@ -119,11 +119,11 @@ def engines_killed(place: Place) -> None:
             if not _gpu.same(engine.content(others), expected):
                 raise AssertionError(f"other bytes after kill {kill}")
 
-        look(0)  # what torch and CUDA take at the first use of something is taken now
+        wanted = ["ready", str(total(expected)), "gpu"]
+        look(0)  # what torch and CUDA take at the first use of something is taken by now
         whole = free_bytes(place)
         for first in range(1, place.kills + 1, place.together):
             numbers = range(first, min(first + place.together, place.kills + 1))
-            wanted = ["ready", str(total(expected)), "gpu"]
             with victims(running.socket, numbers, wanted) as made:
                 low = free_bytes(place)
                 for gone, victim in enumerate(made, start=1):
@@ -175,7 +175,6 @@ def daemon_killed(place: Place) -> None:
 
 
 def _one_daemon_killed(place: Place, numbers: range) -> None:
-    wanted = place.check_bytes[1]
     with place.daemon() as running, place.engine(running.socket, place.busy) as engine:
         blocks, hashes = engine.blocks(1), engine.hashes(1)
         for number in numbers:
@@ -189,7 +188,7 @@ def _one_daemon_killed(place: Place, numbers: range) -> None:
             engine.client.acquire(hashes).release()  # a miss, and no exception
             running.start()
             _gpu.until(engine.client.ping, "no session with the new daemon")
-            _gpu.until(lambda: _gpu.gpu_state(running).get("ready_bytes") == wanted, "no GPU tier")
+            _gpu.until_ready(running, place.check_bytes[1])
             engine.side.idle()
             if engine.side.imports.address(*old, place.busy.page_bytes, epoch) is not None:
                 raise AssertionError("a handle of the old daemon was taken")

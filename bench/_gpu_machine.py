@@ -32,6 +32,7 @@ LIBRARIES: Final = (
 SOURCES: Final = ("kvd", "client/kvd_client", "bench")
 _ASKED: Final = ("name", "driver_version", "memory.total", "memory.used", "compute_mode")
 _PERHAPS: Final = ("mig.mode.current", "pcie.link.gen.current", "pcie.link.width.current")
+_MPS: Final = "CUDA_MPS_PIPE_DIRECTORY"
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 
@@ -54,6 +55,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),
         **_memory(),
+        "mps": (Path(os.environ.get(_MPS, "/tmp/nvidia-mps")) / "control").exists(),  # noqa: S108
         "memlock": _limit(resource.RLIMIT_MEMLOCK),
         "python": platform.python_version(),
         **_libraries(),
@@ -151,6 +153,8 @@ def warnings(found: dict[str, Any]) -> list[str]:
         told.append(f"compute mode is {mode}: several processes on one GPU need Default")
     if str(found.get("gpu_mig_mode_current", "")) == "Enabled":
         told.append("MIG is on: rates are those of a part of the GPU")
+    if found.get("mps"):
+        told.append("CUDA's MPS is on: a killed process may take others on the GPU with it")
     if found.get("gpu_free_gib", 64) < 48:
         told.append(f"{found['gpu_free_gib']} GiB of GPU memory are free; bench.ttft needs 48")
     if found.get("memavailable_gib", 64) < 32:

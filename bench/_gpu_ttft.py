@@ -109,7 +109,7 @@ def warm(
     return median(both[1:]), median(alone[1:]), logits
 
 
-def one_length(engine: _gpu.Engine, model: Model, length: int) -> dict[str, float]:
+def one_length(engine: _gpu.Engine, model: Model, length: int) -> dict[str, Any]:
     """Measure one prompt's length."""
     import torch
 
@@ -126,7 +126,7 @@ def one_length(engine: _gpu.Engine, model: Model, length: int) -> dict[str, floa
     del cache
     content = engine.content(blocks)
     engine.stored(hashes, blocks)
-    engine.pinned()
+    pinned = engine.pinned()
     warm_s, suffix_s, got = warm(engine, model, hashes, others, prompt[:, stored:])
     if not _gpu.same(engine.content(others), content):
         raise AssertionError("loaded other bytes than were stored")
@@ -139,6 +139,7 @@ def one_length(engine: _gpu.Engine, model: Model, length: int) -> dict[str, floa
         "suffix_ms": suffix_s * 1e3,
         "loaded_bytes": stored * engine.shape.total_bytes // engine.shape.tokens,
         "logits_off": off,
+        "pinned_note": pinned["note"],
     }
 
 

@@ -129,7 +129,7 @@ def through_kvd(
     for _ in range(fills):
         store()
         found()
-    figures: dict[str, Any] = {f"pinned{suffix}_bytes": engine.pinned()}
+    figures: dict[str, Any] = {f"pinned{suffix}_{k}": v for k, v in engine.pinned().items()}
     store_s = timed(store, rounds, between=found)
     hashes = next(chains)
     engine.stored(hashes, blocks)

@@ -4,9 +4,9 @@
     KVD_BENCH_FAKE_GPU=1 bench/gpu_all.sh    # dry run on the tests' fake GPU, with tiny sizes
 
 A part is a process group of its own. When its time is over it is ended with all that it started,
-and what it had found until then counts as its result. `gpu.json` is written anew after each part,
-so that a run that is itself cut off leaves what there was. Imports nothing but Python's own, so
-that it can say what is missing.
+and what it had found until then counts as its result. OUT gets two files: `gpu.json`, written anew
+after each part, so that a run that is itself cut off leaves what there was, and `gpu.log`. Imports
+nothing but Python's own, so that it can say what is missing.
 """
 
 from __future__ import annotations
@@ -101,16 +101,21 @@ def fits(wheel: str) -> bool:
     return own in pythons or "py3" in pythons
 
 
-def surroundings(out: Path) -> dict[str, str]:
-    """Give the environment of the parts: our wheels, and caches that can be written."""
-    site = out / "site"
+def surroundings(scratch: Path) -> dict[str, str]:
+    """Give the environment of the parts: our wheels, and folders that can be written."""
     found = dict(os.environ)
-    entries = [str(ROOT), str(ROOT / "client"), found.get("PYTHONPATH", ""), str(site)]
+    entries = [str(ROOT), str(ROOT / "client"), found.get("PYTHONPATH", ""), str(scratch / "site")]
     found["PYTHONPATH"] = ":".join(entry for entry in entries if entry)
     found["PYTHONUNBUFFERED"] = "1"
-    found.setdefault("CUPY_CACHE_DIR", str(out / "cupy"))  # the home may not be writable
+    found["TMPDIR"] = str(scratch)
+    found.setdefault("CUPY_CACHE_DIR", str(scratch / "cupy"))  # the home may not be writable
     found.pop("KVD_CONFIG", None)
     return found
+
+
+def short_folder() -> str | None:
+    """Give a folder for sockets, whose paths have at most some hundred bytes."""
+    return None if len(tempfile.gettempdir()) < 40 else "/tmp"  # noqa: S108 - the names are random
 
 
 # ---------------------------------------------------------------------------------------- one part
@@ -118,12 +123,14 @@ def surroundings(out: Path) -> dict[str, str]:
 
 def run(part: Part, out: Path, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
     """Run a part for so long at most; its status, and its result under "result"."""
-    partial, printed = out / f"{part.name}.partial", out / f"{part.name}.txt"
-    log = out / f"{part.name}.log"
-    partial.unlink(missing_ok=True)
+    partial, printed = out / f"{part.name}.partial", Path(environment["TMPDIR"], part.name)
+    log = out / "gpu.log"
     start = time.monotonic()
     print(f"== {part.name}, {limit_s:.0f} s at most", flush=True)
-    with printed.open("wb") as told, log.open("wb") as said:
+    with printed.open("wb") as told, log.open("ab") as said:
+        seen = said.tell()
+        said.write(f"== {part.name}\n".encode())
+        said.flush()
         process = subprocess.Popen(
             [*part.command, "--partial", str(partial)],
             stdin=subprocess.DEVNULL,
@@ -148,11 +155,12 @@ def run(part: Part, out: Path, environment: dict[str, str], limit_s: float) -> d
     whole = result is not None
     if result is None:
         result = last_json(partial)
+    partial.unlink(missing_ok=True)
     seconds = round(time.monotonic() - start, 1)
     ended = "out of time" if status is None else ("ok" if status == 0 else "failed")
     if status == NOT_RUN:
         ended = "not run"
-    print(log.read_text(errors="replace")[-TAIL:], end="", flush=True)
+    print(log.read_bytes()[seen:][-TAIL:].decode(errors="replace"), end="", flush=True)
     print(f"== {part.name}: {ended} after {seconds} s", flush=True)
     return {
         "ended": ended,
@@ -182,7 +190,7 @@ def last_json(path: Path) -> dict[str, Any] | None:
 # -------------------------------------------------------------------------------------------- all
 
 
-def state(out: Path, environment: dict[str, str]) -> dict[str, Any]:
+def state(environment: dict[str, str]) -> dict[str, Any]:
     """Say what machine this is, and what is missing on it."""
     said: dict[str, Any] = {"missing": {}, "warnings": [], "machine": {}}
     try:
@@ -200,7 +208,6 @@ def state(out: Path, environment: dict[str, str]) -> dict[str, Any]:
         said["warnings"] = [f"the machine cannot be stated: {error.stderr[-300:]}"]
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         said["warnings"] = [f"the machine cannot be stated: {error}"[:300]]
-    out.joinpath("machine.json").write_text(json.dumps(said, indent=1) + "\n")
     return said
 
 
@@ -220,15 +227,16 @@ def everything(
 ) -> tuple[dict[str, Any], int]:
     """Run parts into a folder; the whole result, and the exit status."""
     start = time.monotonic()
-    environment = surroundings(out)
-    left = unpack(ROOT / "wheels", out / "site")
     found: dict[str, Any] = {"dry_run": DRY_RUN} if dry_run else {}
-    said = state(out, environment)
-    found |= said | {"wheels_left": left, "not_run": obstacle(said, dry_run=dry_run), "parts": {}}
     results: dict[str, Any] = {}
-    status = NOT_RUN if found["not_run"] else 0
-    with tempfile.TemporaryDirectory(prefix="kvd-gpu-", dir=short_folder()) as scratch:
-        environment["TMPDIR"] = scratch
+    out.joinpath("gpu.log").write_bytes(b"")
+    with tempfile.TemporaryDirectory(prefix="kvd-all-", dir=short_folder()) as scratch:
+        environment = surroundings(Path(scratch))
+        left = unpack(ROOT / "wheels", Path(scratch, "site"))
+        said = state(environment)
+        found |= said | {"wheels_left": left, "not_run": obstacle(said, dry_run=dry_run)}
+        found["parts"] = {}
+        status = NOT_RUN if found["not_run"] else 0
         for part in () if found["not_run"] else chosen:
             left_s = budget_s - (time.monotonic() - start)
             if left_s < 1:
@@ -240,8 +248,8 @@ def everything(
             except KeyboardInterrupt:
                 found["not_run"] = f"cut off in {part.name}"
                 results[part.name] = last_json(out / f"{part.name}.partial")
-                write(out, found, results, start, dry_run=dry_run)
-                return found, 1
+                status = 1
+                break
             results[part.name] = done.pop("result")
             found["parts"][part.name] = done
             status = status or int(done["ended"] != "ok")
@@ -250,17 +258,14 @@ def everything(
     return found, status
 
 
-def short_folder() -> str | None:
-    """Give a folder for sockets, whose paths have at most some hundred bytes."""
-    return None if len(tempfile.gettempdir()) < 40 else "/tmp"  # noqa: S108 - the names are random
-
-
 def write(
     out: Path, found: dict[str, Any], results: dict[str, Any], start: float, *, dry_run: bool
 ) -> None:
     """Write what there is; a dry run into a file of another name."""
     found["seconds"] = round(time.monotonic() - start, 1)
-    whole = {**results, "all": {"seconds": found["seconds"]}}
+    whole = dict(results)
+    if not found["not_run"]:
+        whole["all"] = {"seconds": found["seconds"]}
     found["targets"] = judge(whole, dry_run=dry_run)
     found |= {f"{name}_dry_run" if dry_run else name: result for name, result in results.items()}
     path = out / ("gpu-dry-run.json" if dry_run else "gpu.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench import _gpu_machine, _gpu_targets, gpu_all
+from bench import _gpu_machine, _gpu_targets, gpu_all, gpu_check
 from bench.gpu_all import Part
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,18 +49,40 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     for part in ("check", "bench", "ttft"):
         assert part not in found
         assert "no figure here is a measurement" in found[f"{part}_dry_run"]["dry_run"]
-    assert found["bench_dry_run"]["failed"] == found["ttft_dry_run"]["failed"] == {}
+    outcomes = {name: found["check_dry_run"][name]["outcome"] for name in gpu_check.CHECKS}
+    assert set(outcomes.values()) == {"ok"}, outcomes
+    complete(found["bench_dry_run"], found["ttft_dry_run"])
     assert found["machine"]["python"] == platform.python_version()
     assert {row["verdict"] for row in found["targets"]} == {"dry run", "not measured"}
     assert "DRY RUN on a fake GPU" in done.stdout
     assert found["seconds"] < gpu_all.BUDGET_S
+    assert {path.name for path in out.iterdir()} == {"gpu-dry-run.json", "gpu.log"}
+
+
+def complete(bench: dict[str, Any], ttft: dict[str, Any]) -> None:
+    """Every figure is there, whatever it is worth."""
+    assert bench["failed"] == ttft["failed"] == {}
+    rates = (
+        "raw_h2d_gbps raw_d2h_gbps load_gbps store_gbps load_fp8_gbps store_fp8_gbps"
+        " gpu_tier_gbps index_copy_gbps register_gib_s first_use_ms load_to_raw store_to_raw"
+        " load_fp8_to_raw store_fp8_to_raw"
+    )
+    assert all(bench[name] > 0 for name in rates.split())
+    assert {"memcpy_batch_gbps", "gpu_tier_device_gbps"} <= set(bench)  # both need CUDA
+    assert bench["load_error"] == 0
+    assert bench["gpu_tier_share"] == 1
+    assert bench["pinned_bytes"] == bench["pinned_fp8_bytes"] == 8 << 20
+    assert bench["pinned_note"] == ttft["pinned_note_300"] == ""
+    times = ("cold_ms", "warm_ms", "suffix_ms", "limit_ms", "speedup", "warm_to_limit")
+    assert all(ttft[f"{name}_{length}"] > 0 for name in times for length in (128, 300))
+    assert ttft["model"]
 
 
 @pytest.fixture
 def stated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let the machine be one with a GPU."""
     told: dict[str, Any] = json.loads(json.dumps(STATED))
-    monkeypatch.setattr(gpu_all, "state", lambda _out, _environment: told)
+    monkeypatch.setattr(gpu_all, "state", lambda _environment: told)
     return told
 
 
@@ -111,12 +134,29 @@ def test_a_part_that_fails_or_crashes_leaves_the_others(
     assert "== ttft: failed" in capsys.readouterr().out
 
 
-def gone(pid: int) -> bool:
-    """Tell whether a process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2][1] == "Z"
-    except OSError:
-        return True
+def grandchild(out: Path) -> int | None:
+    """Give the process that a part which hangs has started, once it has told."""
+    log = out / "gpu.log"
+    found = (
+        re.search(r"^child (\d+)$", log.read_text(encoding="utf-8"), re.MULTILINE)
+        if log.exists()
+        else None
+    )
+    return int(found[1]) if found else None
+
+
+def await_gone(pid: int) -> None:
+    """Wait for a killed process to have ended; a zombie has."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            return
+        if state[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("a process was left behind")
 
 
 def test_a_part_that_hangs_is_ended_with_all_it_started(
@@ -132,11 +172,9 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(
     assert found["parts"]["check"]["ended"] == "out of time"
     assert found["check"]["running"] == "round_trip"
     assert found["parts"]["bench"]["ended"] == "ok"
-    child = int((tmp_path / "check.log").read_text(encoding="utf-8").split()[1])
-    deadline = time.monotonic() + 10
-    while not gone(child):
-        assert time.monotonic() < deadline, "a process was left behind"
-        time.sleep(0.01)
+    child = grandchild(tmp_path)
+    assert child is not None
+    await_gone(child)
 
 
 def test_parts_share_one_budget(tmp_path: Path, stated: dict[str, Any]) -> None:
@@ -159,14 +197,13 @@ from pathlib import Path
 from bench import gpu_all
 from tests.gpu import test_gpu_all as own
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-gpu_all.state = lambda out, environment: own.STATED
+gpu_all.state = lambda environment: own.STATED
 chosen = [own.python("bench", own.GOOD), own.python("check", own.HUNG, 60.0)]
 sys.exit(gpu_all.everything(Path({str(tmp_path)!r}), chosen)[1])
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as run:
-        log = tmp_path / "check.log"
         deadline = time.monotonic() + 30
-        while not (log.exists() and "child" in log.read_text(encoding="utf-8")):
+        while (child := grandchild(tmp_path)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         run.send_signal(signal.SIGTERM)
@@ -175,7 +212,7 @@ sys.exit(gpu_all.everything(Path({str(tmp_path)!r}), chosen)[1])
     assert found["not_run"] == "cut off in check"
     assert found["bench"]["load_to_raw"] == 0.97
     assert found["check"]["running"] == "round_trip"
-    assert gone(int(log.read_text(encoding="utf-8").split()[1]))
+    await_gone(child)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +231,7 @@ def test_without_what_is_needed_nothing_runs(
     assert status == 3
     assert reason in found["not_run"]
     assert read(tmp_path)["parts"] == {}
+    assert {row["verdict"] for row in found["targets"]} == {"not measured"}
 
 
 def test_a_machine_that_cannot_be_stated_is_still_measured(
@@ -283,8 +321,9 @@ def test_warnings_name_what_spoils_a_run() -> None:
         "gpu_mig_mode_current": "Enabled",
         "gpu_free_gib": 20.0,
         "memavailable_gib": 8.0,
+        "mps": True,
     }
-    assert len(_gpu_machine.warnings(bad)) == 4
+    assert len(_gpu_machine.warnings(bad)) == 5
 
 
 def test_nvidia_smi_may_know_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
