@@ -37,10 +37,13 @@ class Target(NamedTuple):
 
 TARGETS: Final = (
     Target("check", "kernels"),
+    Target("check", "pinning"),
     Target("check", "round_trip"),
     Target("check", "gpu_tier"),
     Target("check", "engines_killed"),
     Target("check", "daemon_killed"),
+    Target("check", "handles"),
+    Target("check", "pinned_in_parts"),
     Target("bench", "load_to_raw", least=0.95),
     Target("bench", "store_to_raw", least=0.95),
     Target("bench", "load_fp8_to_raw", least=1.8),

@@ -64,7 +64,7 @@ def parts() -> list[Part]:
     python = [sys.executable, "-m"]
     ttft = ["bench.ttft", "--engine", "hf", "--device", "cuda", "--shape", "8b", "--json"]
     return [
-        Part("check", [*python, "bench.gpu_check", "--json"], 120.0),
+        Part("check", [*python, "bench.gpu_check", "--json"], 130.0),
         Part("bench", [*python, "bench.gpu", "--json"], 90.0),
         Part("ttft", [*python, *ttft], 80.0),
     ]

@@ -51,6 +51,8 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
         assert "no figure here is a measurement" in found[f"{part}_dry_run"]["dry_run"]
     outcomes = {name: found["check_dry_run"][name]["outcome"] for name in gpu_check.CHECKS}
     assert set(outcomes.values()) == {"ok"}, outcomes
+    judged = {row["figure"] for row in found["targets"] if row["part"] == "check"}
+    assert judged == set(outcomes)
     complete(found["bench_dry_run"], found["ttft_dry_run"])
     assert found["machine"]["python"] == platform.python_version()
     assert {row["verdict"] for row in found["targets"]} == {"dry run", "not measured"}
