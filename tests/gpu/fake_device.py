@@ -256,6 +256,8 @@ class FakeDevice:
     def unregister(self, address: int) -> None:
         if not self.idle():
             raise Overlap("unpinned while streams have work")
+        if address not in self.registered:
+            raise DeviceError("it is not pinned, or not from there on")
         del self.registered[address]
 
     def export(self, address: int) -> bytes:

@@ -99,3 +99,4 @@ def test_host_memory_that_cannot_be_pinned_is_copied_slowly(
     tier.close()
     device.over.set()
     assert not device.registered
+    assert not failures
