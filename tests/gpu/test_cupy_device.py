@@ -213,6 +213,8 @@ def test_a_thread_that_cuda_has_never_seen_may_launch(runtime: FakeRuntime, inde
     assert not on_a_new_thread(device.make_event)
     assert runtime.last() == ("eventCreateWithFlags", 2)
     assert runtime.made == {index}  # a context takes half a GiB: none where none is used
+    runtime.set_context(0)  # another library has taken it away
+    device.launch(COPY, 99)
 
 
 def test_threads_of_its_own_keep_the_gpu(runtime: FakeRuntime) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,6 @@ class CupyDevice:
             text = f"CuPy is not installed ({error}): pip install 'kvd[cuda13]' or 'kvd[cuda12]'"
             raise DeviceError(text) from error
         self._cupy = cupy
-        self._entered = threading.local()
         self._driver = _load_driver()
         self._runtime = cupy.cuda.runtime
         self.index = index
@@ -91,13 +89,12 @@ class CupyDevice:
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
         """Call the runtime with this GPU as the thread's current one."""
         try:
-            if self._runtime.getDevice() == self.index:
-                if not getattr(self._entered, "ever", False):  # a new thread has no context yet
-                    self._runtime.setDevice(self.index)
-                    self._entered.ever = True
-                return call(*arguments)
             driver = self._cupy.cuda.driver
             before = driver.ctxGetCurrent()
+            if self._runtime.getDevice() == self.index:
+                if not before:  # a new thread, say: the driver's own calls need one
+                    self._runtime.setDevice(self.index)
+                return call(*arguments)
             self._runtime.setDevice(self.index)
             try:
                 return call(*arguments)
@@ -116,7 +113,6 @@ class CupyDevice:
         """
         try:
             self._runtime.setDevice(self.index)
-            self._entered.ever = True
         except Exception as error:
             raise DeviceError(f"{error}") from error
         if self._driver is not None:
