@@ -42,7 +42,8 @@ GRACE_S: Final = 4.0
 STATE_S: Final = 40.0
 """For saying what machine this is: torch and CuPy are imported and the driver is asked."""
 NOT_RUN: Final = 3
-TAIL: Final = 1500
+TAIL: Final = 3000
+"""Bytes of a part's log that are printed, and kept in the result."""
 
 
 class Part(NamedTuple):
@@ -155,12 +156,14 @@ def run(part: Part, out: Path, environment: dict[str, str], limit_s: float) -> d
     whole = result is not None
     if result is None:
         result = last_json(partial)
-    partial.unlink(missing_ok=True)
+    for left in (partial, partial.with_suffix(".partial.new")):
+        left.unlink(missing_ok=True)
     seconds = round(time.monotonic() - start, 1)
     ended = "out of time" if status is None else ("ok" if status == 0 else "failed")
     if status == NOT_RUN:
         ended = "not run"
-    print(log.read_bytes()[seen:][-TAIL:].decode(errors="replace"), end="", flush=True)
+    tail = log.read_bytes()[seen:][-TAIL:].decode(errors="replace")
+    print(tail, end="", flush=True)
     print(f"== {part.name}: {ended} after {seconds} s", flush=True)
     return {
         "ended": ended,
@@ -168,6 +171,7 @@ def run(part: Part, out: Path, environment: dict[str, str], limit_s: float) -> d
         "seconds": seconds,
         "limit_s": round(limit_s, 1),
         "whole": whole,
+        "log": tail.splitlines(),
         "result": result,
     }
 
@@ -283,7 +287,8 @@ def main() -> int:
     dry_run = os.environ.get(FAKE_VARIABLE) == "1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the part, leaves what there is
     found, status = everything(out, parts(), dry_run=dry_run)
-    print(json.dumps(found))
+    brief = {name: {**part, "log": []} for name, part in found["parts"].items()}  # it was printed
+    print(json.dumps(found | {"parts": brief}))
     for warning in found["warnings"]:
         print(f"gpu_all: {warning}")
     if found["not_run"]:

@@ -173,7 +173,9 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(
     assert status == 1
     assert found["parts"]["check"]["ended"] == "out of time"
     assert found["check"]["running"] == "round_trip"
+    assert found["parts"]["check"]["log"][1].startswith("child ")
     assert found["parts"]["bench"]["ended"] == "ok"
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.log"}
     child = grandchild(tmp_path)
     assert child is not None
     await_gone(child)
