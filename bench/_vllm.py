@@ -129,7 +129,10 @@ class Engine:
         tokens: int,
         **more: Any,  # noqa: ANN401 - JSON
     ) -> dict[str, Any]:
-        """Answer prompts, all at once: `tokens`, `cached`, `finish` of each, `seconds` in all."""
+        """Answer prompts, all at once: `tokens`, `cached`, `finish` of each, `seconds` in all.
+
+        With `logprobs=n` also those of each first token's `n` likeliest.
+        """
         return self.ask("generate", prompts=list(prompts), tokens=tokens, **more)
 
     def reset(self, *, connector: bool = False) -> bool:

@@ -20,7 +20,11 @@ import vllm
 def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
     """Answer prompts of token ids, all at once, greedily."""
     sampling = vllm.SamplingParams(
-        max_tokens=command["tokens"], temperature=0.0, detokenize=False, ignore_eos=True
+        max_tokens=command["tokens"],
+        temperature=0.0,
+        detokenize=False,
+        ignore_eos=True,
+        logprobs=command.get("logprobs"),
     )
     salts = command.get("salts") or [None] * len(command["prompts"])
     adapter = command.get("adapter")
@@ -39,6 +43,11 @@ def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN4
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "finish": [str(output.outputs[0].finish_reason) for output in outputs],
+        "logprobs": [
+            {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
+            for output in outputs
+            if output.outputs[0].logprobs
+        ],
     }
 
 

@@ -1,6 +1,7 @@
 """The vLLM worker's mover against a real daemon, with pages of its own and without vLLM.
 
-Once with pages in host memory, once on a fake GPU whose streams move in random order.
+Once with pages in host memory, once on a fake GPU whose streams move in random order; and both with
+objects of FP8, of values that FP8 holds exactly.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import pytest
 
 import kvd_client
 from kvd_client import _copiers
+from kvd_client.cuda.kernels import Axes
+from kvd_client.vllm.cuts import Cut
 from kvd_client.vllm.gpu_pages import GpuPages
 from kvd_client.vllm.messages import Load, Save
 from kvd_client.vllm.mover import Mover
-from kvd_client.vllm.pages import GroupPages, Pages, Piece
+from kvd_client.vllm.pages import GroupPages, Pages, Piece, cut_pages
 from kvd_client.vllm.stats import Counts
+from tests.daemon_fixture import namespace
 from tests.engines.vllm_kit import stats
 from tests.gpu.fake_device import FakeDevice
 
@@ -32,24 +36,41 @@ PAGES = 4
 PAGE_BYTES = 1024
 LAYERS = 3
 BLOCKS = 64
+CUT = Cut(1, Axes("bfloat16", 4, 2, 64))
 CHAIN = [bytes([n]) * 32 for n in range(1, 9)]
 
 
 class Rank:
     """Memory of an engine, and the mover over it."""
 
-    def __init__(self, client: kvd_client.Client, device: FakeDevice | None) -> None:
-        """Lay out two groups in one allocation, as vLLM does."""
-        self.memory = np.random.default_rng(1).integers(
-            1, 255, (LAYERS, BLOCKS, PAGE_BYTES), dtype=np.uint8
-        )
+    def __init__(
+        self, join: Callable[..., kvd_client.Client], device: FakeDevice | None, *, fp8: bool
+    ) -> None:
+        """Lay out two groups in one allocation, as vLLM does; the second sees two chunks."""
+        rng = np.random.default_rng(1)
+        shape = (LAYERS, BLOCKS, PAGE_BYTES)
+        if fp8:  # 1, 1.125 .. 1.875 and their negatives, whatever the scale
+            sign, digits = rng.integers(0, 2, shape), rng.integers(0, 8, shape)
+            bits = (0x3F80 | sign << 15 | digits << 4).astype("<u2")[:, :, : PAGE_BYTES // 2]
+            self.memory = np.ascontiguousarray(bits).view(np.uint8)
+        else:
+            self.memory = rng.integers(1, 255, shape, dtype=np.uint8)
         base = self.memory.ctypes.data
         starts = np.array([[base + n * BLOCKS * PAGE_BYTES] for n in range(LAYERS)])
-        groups = [GroupPages(starts, PAGE_BYTES, PAGE_BYTES, PAGES)] * 2
+        group = GroupPages(starts, PAGE_BYTES, PAGE_BYTES, PAGES)
+        self.group = group = cut_pages(group, CUT) if fp8 else group
+        groups = [group] * 2
         self.pages: Pages | GpuPages = (
             Pages(groups, BLOCKS, _copiers.build_copier("syscall", 1))
             if device is None
             else GpuPages(groups, BLOCKS, device)
+        )
+        kinds = (
+            kvd_client.Group("full", LAYERS, 1, 8, group.object_bytes),
+            kvd_client.Group("sliding", LAYERS, 1, 8, group.object_bytes, window=9),
+        )
+        client = join(
+            layout=kvd_client.Layout(4, 1, "uint8", kinds), namespace=namespace(lossy=fp8)
         )
         self.client = client
         self.counts = Counts()
@@ -79,12 +100,6 @@ class Rank:
         return ended
 
 
-GROUPS = (
-    kvd_client.Group("full", LAYERS, 1, 8, LAYERS * PAGES * PAGE_BYTES),
-    kvd_client.Group("sliding", LAYERS, 1, 8, LAYERS * PAGES * PAGE_BYTES, window=9),
-)
-
-
 @pytest.fixture(params=["host", "gpu"])
 def device(request: pytest.FixtureRequest) -> Iterator[FakeDevice | None]:
     """Give a GPU that moves by itself, or none."""
@@ -98,10 +113,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[FakeDevice | None]:
     assert not made.memory, "GPU memory is left"
 
 
+@pytest.fixture(params=[False, True], ids=["exact", "fp8"])
+def fp8(request: pytest.FixtureRequest) -> bool:
+    """Whether objects are FP8."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def rank(connect: Callable[..., kvd_client.Client], device: FakeDevice | None) -> Iterator[Rank]:
-    """Make a rank with two groups; the second sees a window of two chunks."""
-    made = Rank(connect(layout=kvd_client.Layout(4, 1, "uint8", GROUPS)), device)
+def rank(
+    connect: Callable[..., kvd_client.Client],
+    device: FakeDevice | None,
+    fp8: bool,  # noqa: FBT001
+) -> Iterator[Rank]:
+    """Make a rank with two groups."""
+    made = Rank(connect, device, fp8=fp8)
     yield made
     made.mover.close()
     made.pages.close()
@@ -170,9 +195,10 @@ def test_a_fence_ends_saves_of_its_blocks_and_no_others(
     found = [rank.client.lookup([key]).chunks for key in CHAIN[:3]]
     assert found == [1, 0, 1]
     with rank.client.acquire([CHAIN[0]]) as lease:
-        assert all(lease.view(0)), "saved after the fence"
+        assert all(lease.view(0)[rank.group.form.codes_at :]), "saved after the fence"
 
 
+@pytest.mark.parametrize("fp8", [False], indirect=True)  # takes its time, whatever is in it
 def test_a_load_that_cannot_be_done_ends_all_the_same(rank: Rank, daemon: DaemonProcess) -> None:
     """A lease that holds too little, a token of nobody, a dead daemon: failed, with its blocks."""
     rank.mover.save(Save("r", b"", (CHAIN[0],), (tuple(range(1, 5)), (0,) * 4)))
@@ -203,7 +229,7 @@ def test_a_session_lost_before_a_load_is_made_again(
     blocks = (tuple(range(1, 5)), tuple(range(5, 9)))
     rank.mover.save(Save("r", b"", (CHAIN[0],), blocks))
     rank.wait()
-    other = connect(layout=rank.client.layout)
+    other = connect(layout=rank.client.layout, namespace=namespace(lossy=rank.client.lossy))
     with other.acquire(CHAIN[:1], read=False) as lease:
         rank.client._link._drop()
         assert lease
@@ -237,7 +263,7 @@ def test_a_lease_that_comes_too_late_is_given_back(
     blocks = (tuple(range(1, 5)), tuple(range(5, 9)))
     rank.mover.save(Save("r", b"", (CHAIN[0],), blocks))
     rank.wait()
-    scheduler = connect(layout=rank.client.layout)
+    scheduler = connect(layout=rank.client.layout, namespace=namespace(lossy=rank.client.lossy))
     lease = scheduler.acquire(CHAIN[:1], read=False)
     assert lease
     rank.client.wait_s = 0.3
@@ -256,7 +282,7 @@ def test_a_lease_that_comes_too_late_is_given_back(
 
 def test_no_address_outside_the_allocation(rank: Rank) -> None:
     """A block id that the engine does not have is refused before a byte moves (A1)."""
-    buffer = memoryview(bytearray(LAYERS * PAGES * PAGE_BYTES))
+    buffer = memoryview(bytearray(rank.group.object_bytes))
     for wrong in (BLOCKS, -1):
         with pytest.raises(AssertionError):
             rank.pages.load([Piece(0, (1, 2, 3, wrong), buffer)], 1)

@@ -29,6 +29,8 @@ from kvd_client.vllm.telemetry import KvdKept, KvdPromMetrics, KvdStats, stored_
 from kvd_client.vllm.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd_client.vllm.messages import Identity, Step
 
 logger = logging.getLogger("kvd_client.vllm")
@@ -101,6 +103,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 kv_caches,
                 backend=describe_backends(self._vllm_config, list(kv_caches)),
                 version=vllm.__version__,
+                writers=lambda layers: name_backends(self._vllm_config, layers),
             )
             self._handshake = KvdHandshake(self._worker.identity)
         except Unsupported as error:
@@ -271,6 +274,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KvdPromMetrics:
         """Make the counters of vLLM's metrics page."""
         return KvdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def name_backends(vllm_config: Any, layers: Sequence[str]) -> list[str]:  # noqa: ANN401 - vLLM's
+    """Name the classes of these layers' attention back ends."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    backends = get_current_attn_backends(vllm_config, list(layers))
+    return sorted(backend.__name__ for backend in backends)
 
 
 def describe_backends(vllm_config: Any, layers: list[str]) -> str:  # noqa: ANN401 - vLLM's

@@ -17,7 +17,6 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvd_client.cuda.device import DeviceError
-from kvd_client.cuda.forms import Form
 from kvd_client.cuda.mover import LOST_S, STAGE_BYTES_DEFAULT, TABLE_BYTES, Mover, one_stage
 from kvd_client.cuda.pages import DevicePages
 from kvd_client.cuda.registrar import Registrar
@@ -25,6 +24,7 @@ from kvd_client.cuda.steps import stage_of
 from kvd_client.cuda.transfer import Piece as Place
 from kvd_client.cuda.transfer import State, Transfer
 from kvd_client.errors import KvdError, Unsupported
+from kvd_client.vllm import frames
 from kvd_client.vllm.errors import Lost
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class GpuPages:
         self._guard = threading.Lock()
         self._marks: list[int] = []
         self._busy = 0
-        self._forms = [
-            Form(len(group.starts), group.pages, group.page_bytes) for group in self.groups
-        ]
+        self._forms = [group.form for group in self.groups]
         share = max(STAGE_BYTES_MIN, stage_bytes // len(self.groups))
         need = max(stage_of(form, 1).stride for form in self._forms)
         if need > one_stage(share):
@@ -188,8 +186,7 @@ class GpuPages:
             yield pieces[start : start + most]
 
     def _bytes(self, piece: Piece) -> int:
-        group = self.groups[piece.group]
-        return sum(map(bool, piece.blocks)) * len(group.starts) * group.page_bytes
+        return self.groups[piece.group].bytes_of(sum(map(bool, piece.blocks)))
 
     def _transfer(
         self, number: int, pieces: list[Piece], epoch: int, direction: Direction
@@ -200,10 +197,17 @@ class GpuPages:
         assert max(ids) < self.blocks  # A1
         assert direction == "scatter" or all(ids)
         assert all(piece.buffer.nbytes == group.object_bytes for piece in pieces)
+        form = self._forms[number]
+        header = form.header()
+        for piece in pieces:
+            if direction == "scatter":
+                frames.check(form, piece.buffer)
+            elif header:
+                piece.buffer[: len(header)] = header
         return Transfer(
             self._device,
             direction,
-            self._forms[number],
+            form,
             pieces=[
                 Place(self._registrar.address(piece.buffer, epoch), keep=piece.buffer)
                 for piece in pieces

@@ -81,7 +81,7 @@ def describe(
         dtype=_kv_dtype(str(cache.cache_dtype), dtype),
         groups=tuple(_group(group, chunk_tokens) for group in caches.kv_cache_groups),
         tp=int(parallel.tensor_parallel_size),
-        order=f"vllm;{_order(config, caches)};pages={','.join(map(str, page_tokens))};/1",
+        order=f"vllm;{cache_order(config, caches)};pages={','.join(map(str, page_tokens))};/1",
     )
     rope = _rope(model)
     facts = {
@@ -118,7 +118,7 @@ def _weights(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's
     return weights_digest(name, place, load_format, mend)
 
 
-def _order(config: Any, caches: Any) -> str:  # noqa: ANN401 - vLLM's
+def cache_order(config: Any, caches: Any) -> str:  # noqa: ANN401 - vLLM's
     """Name the physical order of the caches."""
     return str(caches.kv_cache_layout or config.cache_config.kv_cache_layout)
 
@@ -127,7 +127,7 @@ def _refuse(config: Any, caches: Any) -> None:  # noqa: ANN401 - vLLM's
     """Raise Unsupported for what kvd cannot keep apart (V2)."""
     cache, parallel = config.cache_config, config.parallel_config
     speculative = getattr(config, "speculative_config", None)
-    layout = _order(config, caches)
+    layout = cache_order(config, caches)
     reasons = {
         "the model has no cache that a prefix could be loaded into": not (
             caches.prefix_cacheable_group_ids

@@ -297,12 +297,12 @@ class Mover:
             self._load(load, after)
 
     def _batches(self, save: Save) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Cut a save into runs of chunks with the same groups, of `piece_bytes` each."""
+        """Cut a save into runs of chunks with the same groups, of `piece_bytes` of pages each."""
         groups = [self._whole_groups(save, chunk) for chunk in range(len(save.hashes))]
         start = 0
         while start < len(groups):
             chosen = groups[start]
-            size = sum(self._pages.groups[number].object_bytes for number in chosen)
+            size = sum(self._pages.groups[number].form.useful_bytes for number in chosen)
             most = start + max(1, self._pages.piece_bytes // max(1, size))
             stop = start + 1
             while stop < min(most, len(groups)) and groups[stop] == chosen:
@@ -327,7 +327,11 @@ class Mover:
         chain = [save.parent, *save.hashes] if save.parent else list(save.hashes)
         ahead = len(chain) - len(save.hashes)
         with self._client.reserve(
-            chain[: stop + ahead], first=start + ahead, groups=groups, deadline_s=FILL_S
+            chain[: stop + ahead],
+            first=start + ahead,
+            groups=groups,
+            deadline_s=FILL_S,
+            lossy=self._client.lossy,  # FP8 itself, or computed from it
         ) as reservation:
             if not reservation.slots or not self._fill(job, reservation, ahead):
                 return 0, False

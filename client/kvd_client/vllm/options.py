@@ -31,6 +31,8 @@ class Options(NamedTuple):
         load: `async`: other requests run meanwhile; `sync`: the step waits for the load.
         save: `all`, `prompt` (not what was generated), or `none`.
         media: Cache prompts with images or sound, trusting the identifiers that vLLM has of them.
+        fp8: Keep KV as FP8: half of the bytes, and not quite what was computed. Only engines with
+            the same choice share.
         load_wait_s: Longest wait for chunks that have to come up from NVMe.
         wait_s: Longest wait for any other answer: of a request, or of the worker's own thread; a
             step never waits.
@@ -44,6 +46,7 @@ class Options(NamedTuple):
     load: str = "async"
     save: str = "all"
     media: bool = False
+    fp8: bool = False
     load_wait_s: float = LOAD_WAIT_S
     wait_s: float = WAIT_S
 
@@ -71,6 +74,7 @@ _RULES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "load": (LOADS.__contains__, f"one of {', '.join(LOADS)}"),
     "save": (SAVES.__contains__, f"one of {', '.join(SAVES)}"),
     "media": (lambda v: isinstance(v, bool), "true or false"),
+    "fp8": (lambda v: isinstance(v, bool), "true or false"),
     "load_wait_s": (_seconds, "more than 0 and at most 60"),
     "wait_s": (_seconds, "more than 0 and at most 60"),
 }

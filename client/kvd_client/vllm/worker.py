@@ -15,14 +15,15 @@ from kvd_client.client import Client
 from kvd_client.errors import KvdError
 from kvd_client.link import warn
 from kvd_client.salt import read_salt
-from kvd_client.vllm.identity import describe
+from kvd_client.vllm.cuts import Cuts, as_fp8, cut_groups
+from kvd_client.vllm.identity import cache_order, describe
 from kvd_client.vllm.mover import CLOSE_S, Ended, Mover
 from kvd_client.vllm.pages import find_pages
 from kvd_client.vllm.stats import Counts
 from kvd_client.vllm.stopwatch import Stopwatch, stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvd_client.vllm.gpu_pages import GpuPages
     from kvd_client.vllm.messages import Identity, Step
@@ -60,8 +61,21 @@ class Worker:
         self.identity: Identity | None = None
         self.counts = Counts()
 
-    def register(self, tensors: Mapping[str, Any], *, backend: str, version: str) -> None:
+    def register(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        backend: str,
+        version: str,
+        writers: Callable[[Sequence[str]], Sequence[str]],
+    ) -> None:
         """Find the pages and connect.
+
+        Args:
+            tensors: The view of each layer, or of each part of its state, by its name.
+            backend: What writes the pages: attention back ends, and what else decides their inside.
+            version: vLLM's.
+            writers: Names the classes of the attention back ends of some layers.
 
         Raises:
             Unsupported: This engine's KV cannot be cached safely.
@@ -70,9 +84,15 @@ class Worker:
             self._config, self._caches, self._options, backend=backend, version=version
         )
         read_salt(self._options.salt_file)
+        cuts: Cuts = ()
+        if self._options.fp8:
+            cuts = cut_groups(
+                self._caches, tensors, writers, cache_order(self._config, self._caches)
+            )
+            identity = as_fp8(identity, cuts)
         threads = max(1, min(THREADS_MAX, os.cpu_count() or 1))
         copier = _copiers.best_copier(threads)
-        self._pages = find_pages(self._caches, tensors, identity.pages, copier)
+        self._pages = find_pages(self._caches, tensors, identity.pages, copier, cuts)
         for group, pages in zip(identity.layout.groups, self._pages.groups, strict=True):
             assert group.object_bytes == pages.object_bytes
         self._stopwatch = stopwatch(on_gpu=self._pages.on_gpu)
