@@ -107,6 +107,7 @@ class Host:
         lines = [f'socket = "{self.socket}"', f'state_dir = "{self.directory}/state"']
         lines += ["[host]", f"bytes = {self.options.get('host_bytes', 256 << 20)}"]
         lines += [f"slab_bytes = {self.options.get('slab_bytes', 64 << 20)}"]
+        lines += [f'verify = "{self.options.get("verify", "off")}"']
         for table, values in (("peer", options), *self.options.get("tables", {}).items()):
             lines.append(f"[{table}]")
             lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]

@@ -402,6 +402,28 @@ def test_corrupted_bytes_are_not_believed(fleet: Fleet, client: Connect, seed: i
     at_rest(fleet.hosts["b"])
 
 
+def test_what_a_holder_finds_to_differ_is_not_offered(
+    fleet: Fleet, client: Connect, seed: int
+) -> None:
+    """A host that verifies its memory sees before others do that an object has changed: it offers
+    the rest, and they have nothing to hold against it.
+    """
+    b, c = (client(fleet.hosts[name]) for name in "bc")
+    hashes = prefix(c, seed)
+    assert store(c, hashes) == CHUNKS
+    known(b, hashes, CHUNKS)
+    wait_for(lambda: not page(fleet.hosts["c"])["host"]["verifying"], "all is summed", SOON_S)
+    before = count(fleet.hosts["b"], "c", "corrupt")
+    differed = page(fleet.hosts["c"])["host"]["differed"]
+    spoil(fleet.hosts["c"], stamp(hashes[3], 64))
+    loads(b, hashes, 3)
+    found = page(fleet.hosts["c"])
+    assert found["host"]["differed"] == differed + 1
+    assert found["counters"]["evictions"]["damaged"] == differed + 1
+    assert count(fleet.hosts["b"], "c", "corrupt") == before
+    at_rest(fleet.hosts["b"])
+
+
 def spoil(host: Host, content: bytes) -> None:
     """Change a byte of an object in a host's memory, behind its daemon's back."""
     assert host.process is not None
