@@ -13,6 +13,7 @@ import pytest
 
 import kvd_client
 from kvd import statpage
+from kvd.daemon import EXIT_GAVE_UP
 from kvd_client import Status
 from kvd_client.paths import stat_page_name
 from tests.daemon_fixture import PATIENCE_S, join, load, small_layout, stamp, store, tokens
@@ -221,4 +222,4 @@ def test_the_pool_that_hangs_turns_health_red(
     with join(daemon) as writer:
         assert store(writer, writer.chunk_hashes(tokens(1))) == 1
         until(lambda: stats(daemon)["late"] == ["verify pool"], "nobody sees it")
-    daemon.kill()
+    assert daemon.stop() == EXIT_GAVE_UP, "and are left when the daemon is told to stop"
