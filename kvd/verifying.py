@@ -12,8 +12,8 @@ bytes. What comes with a sum already, from another host or an earlier life, has 
 
 Invariants:
 
-Y1. A watched object is told to a reader only after a sum that was asked for since has been the
-    object's.
+Y1. A watched object is told to a reader only after a sum that ended since it was asked for has been
+    the object's.
 Y2. One sum an object is under way: everybody else waits for the same one.
 Y3. A sum is about the use of a place that it was begun for, and about no other.
 Y4. The place of an object that differed is used by nobody again.
