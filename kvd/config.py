@@ -132,8 +132,8 @@ class Limits:
         lease_s: Longest life of a lease that is not released.
         greeting_s: From connecting to a complete greeting.
         drain_s: What sessions get to finish when the daemon goes down.
-        promote_s: What an acquire waits for its chunks to come up from the tier below, and again for
-            them to be verified.
+        promote_s: What an acquire waits for its chunks to come up from the tier below, and again
+            for them to be verified.
         pinned_share: Of a tenant's part of the tier, what leases may hold at a time.
         filling_share: The same for slots that are being filled or are in quarantine.
     """
