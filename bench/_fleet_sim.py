@@ -196,6 +196,10 @@ class Host:
         chunk = self.space.chunks.get(key)
         return chunk is not None and bool(tiers_of(chunk))
 
+    def serve(self, key: bytes) -> None:
+        """Let another host have a chunk that is here."""
+        self.catalog.eviction.served(self.space.chunks[key])
+
     def keep(self, hashes: list[bytes], first: int) -> None:
         """Store what is missing of a chain."""
         records = self.catalog.reserve(
@@ -303,6 +307,7 @@ class Fleet:
                 spare = self.sparing and not adds_safety(host.directory.me, holders)
                 if not host.land(chain, index, spare=spare):
                     break
+                other.serve(chain[index])
                 got += 1
         catalog.unpin(catalog.hold(host.space, chain, 0))
         host.keep(chain, got)

@@ -53,6 +53,11 @@ class Admissions:
         if self._name == "predicted":
             self._lower[tenant].touched(request)
 
+    def served(self, tenant: Tenant, key: bytes) -> None:
+        """Hear that another host takes a copy of a chunk."""
+        if tenant in self._lower:
+            self._lower[tenant].served(key)
+
     def entered(self, region: int, now_ns: int) -> None:
         """Hear that a chunk was written to a region."""
         self._born_ns.setdefault(region, now_ns)

@@ -315,6 +315,10 @@ class ColdTier:
         """Hear of a request's chain, once; admission learns from it."""
         self._admission.touched(tenant, hashes, self._now_ns())
 
+    def served(self, chunk: Chunk) -> None:
+        """Hear that another host takes a copy; admission learns from it."""
+        self._admission.served(chunk.space.tenant, chunk.hash)
+
     def _view(self, slot: Slot) -> memoryview:
         return self._host.view(slot.slab, slot.offset_bytes, slot.size_bytes)
 

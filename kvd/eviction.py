@@ -185,6 +185,10 @@ class Eviction:
         chain = [(space, key) for key in hashes]
         self._of(space).policy.touched(Request(self.now_ns, chain))
 
+    def served(self, chunk: Chunk) -> None:
+        """Hear that another host takes a copy."""
+        self._of(chunk.space).policy.served((chunk.space, chunk.hash))
+
     def _victim(self, orders: _Orders) -> Chunk | None:
         """Return what the policy would evict next among what may go now."""
         policy, passed_over = orders.policy, orders.passed_over

@@ -83,7 +83,9 @@ class Step(NamedTuple):
 
 STEP: Final = st.builds(
     Step,
-    st.sampled_from(["request", "request", "touch", "insert", "pin", "unpin", "drop", "evict"]),
+    st.sampled_from(
+        ["request", "request", "touch", "serve", "insert", "pin", "unpin", "drop", "evict"]
+    ),
     st.integers(0, BLOCKS - 1),
     st.sampled_from([0, SECOND_NS // 8, SECOND_NS, 7 * SECOND_NS, 600 * SECOND_NS]),
     st.sampled_from([None, 0, 63, 64, 255, 256]),
@@ -96,6 +98,9 @@ class Naive:
     """A policy done the slow way; `expect` names what the real one may answer."""
 
     def touched(self, request: Request[int]) -> None:
+        """See `Policy`."""
+
+    def served(self, block: int) -> None:
         """See `Policy`."""
 
     def inserted(self, block: int) -> None:
@@ -121,6 +126,13 @@ def use(forest: Forest, naive: Naive, step: Step) -> None:
             naive.inserted(block)
 
 
+def serve(forest: Forest, naive: Naive, block: int) -> None:
+    """Let another host take a copy."""
+    if block in forest.resident:
+        forest.policy.served(block)
+        naive.served(block)
+
+
 def act(forest: Forest, naive: Naive, step: Step) -> None:
     """Do one step to a policy and its naive twin."""
     forest.now_ns += step.delay_ns
@@ -128,6 +140,8 @@ def act(forest: Forest, naive: Naive, step: Step) -> None:
     match step.what:
         case "request" | "touch":
             use(forest, naive, step)
+        case "serve":
+            serve(forest, naive, block)
         case "insert":
             if block not in forest.resident:
                 forest.insert(block)  # perhaps without its parent

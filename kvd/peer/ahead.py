@@ -9,12 +9,11 @@ of its peer, could reach.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Mapping
 
-    from kvd.tiers.slab import SlabPool
     from kvd.types import SlabId, Tenant
 
 AHEAD_BYTES: Final = 16 << 30
@@ -23,7 +22,40 @@ AHEAD_SLABS: Final = 256
 """The same in slabs, each of which makes a source's metadata longer."""
 
 
-def next_slab(pool: SlabPool, tenants: Collection[Tenant], known: set[SlabId]) -> SlabId | None:
+class Slab(Protocol):
+    """A slab that a tenant has."""
+
+    id: SlabId
+
+
+class Pool(Protocol):
+    """The host tier's slabs: who has which."""
+
+    slab_bytes: int
+
+    @property
+    def shares(self) -> Mapping[Tenant, int]:
+        """Most slabs that a tenant may have, of every tenant."""
+        ...
+
+    def slabs_of(self, tenant: Tenant) -> Iterable[Slab]:
+        """Iterate over a tenant's slabs."""
+        ...
+
+    def held_count(self, tenant: Tenant) -> int:
+        """Count a tenant's slabs."""
+        ...
+
+    def blanks(self) -> Iterable[SlabId]:
+        """Iterate over the slabs that no tenant has, in the order in which they are assigned."""
+        ...
+
+    def blank_count(self) -> int:
+        """Count them."""
+        ...
+
+
+def next_slab(pool: Pool, tenants: Collection[Tenant], known: set[SlabId]) -> SlabId | None:
     """Return a slab to map next, None when enough are.
 
     Args:

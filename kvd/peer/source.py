@@ -63,6 +63,10 @@ class Riser(Protocol):
         """Stop waiting for a promotion."""
         ...
 
+    def served(self, chunk: Chunk) -> None:
+        """Hear that another host takes a copy."""
+        ...
+
     def cost(self) -> Rates:
         """Return the measured rates."""
         ...
@@ -307,6 +311,9 @@ class Source:
         self._tell(taking)
 
     def _tell(self, taking: Taking) -> None:
+        self._catalog.eviction.served(taking.chunk)
+        if self._riser is not None:
+            self._riser.served(taking.chunk)
         held = [
             Held(
                 slot.column,

@@ -59,6 +59,9 @@ class Policy(Protocol[B]):
     def touched(self, request: Request[B]) -> None:
         """A request uses a chain. Blocks of it that are not resident are told all the same."""
 
+    def served(self, block: B) -> None:
+        """Another host takes a copy of a block: it is used, but there, and will be there again."""
+
     def inserted(self, block: B, parent: B | None, now_ns: int) -> None:
         """A block has become resident, and is held; `parent` is None for the first of a chain."""
 

@@ -200,6 +200,15 @@ class LifeTable(Generic[B]):
             self._remember(segment)
         return segment
 
+    def served(self, block: B) -> None:
+        """Learn that blocks of this kind and age are used; this one goes on ageing.
+
+        Who learns from the requests of one host alone takes what others come for as good as dead.
+        """
+        segment = self._segments.get(block)
+        if segment is not None:
+            segment.kind.row.events[segment.bin] += 1
+
     # ---------------------------------------------------------------- residence
 
     def inserted(self, block: B, parent: B | None, now_ns: int) -> None:

@@ -51,6 +51,9 @@ class LeafLru(Generic[B]):
             if use is not None:
                 self._stamp(block, use, request.now_ns)
 
+    def served(self, block: B) -> None:
+        """Leave it where it is: the copy is the one used last."""
+
     def inserted(self, block: B, parent: B | None, now_ns: int) -> None:
         """Take in a block, used now."""
         assert block not in self._uses  # B2

@@ -65,6 +65,9 @@ class LeafS3Fifo(Generic[B]):
                 place.uses = min(place.uses + 1, self.USES_MAX)
                 place.used_ns = request.now_ns
 
+    def served(self, block: B) -> None:
+        """Leave it where it is: the copy is the one used last."""
+
     def inserted(self, block: B, parent: B | None, now_ns: int) -> None:
         """Queue a block: in main if it is remembered, else in small."""
         assert block not in self._places  # B2

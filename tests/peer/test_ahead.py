@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bench._fleet import wait_for
 from kvd.peer import ahead
-from kvd.peer import source as source_module
 from kvd.peer.ahead import next_slab
 from kvd.tiers.slab import SlabPool
 from kvd.types import OwnerId, SlabId, Tenant
@@ -19,8 +17,6 @@ from tests.daemon_fixture import store
 from tests.peer.test_fleet import prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bench._fleet import Fleet
     from tests.peer.test_fleet import Connect
 
@@ -88,63 +84,6 @@ def test_idle_movers_of_a_fleet_map_the_host_tier(fleet: Fleet, client: Connect,
         wait_for(lambda p=pid: maps(p) == slabs, f"{slabs} slabs in {pid}", 60)  # type: ignore[misc]
     time.sleep(0.5)
     assert [maps(pid) for pid in pids] == [slabs, slabs]
-
-
-class Process:
-    """A source process, played: what it was told, and whether it was killed."""
-
-    def __init__(self, *_: object, **hooks: Any) -> None:
-        """Take the hooks."""
-        self.hooks = hooks
-        self.slabs: set[SlabId] = set()
-        self.process = SimpleNamespace(pid=1)
-
-    def give(self, slab: SlabId, *_: object, **__: object) -> None:
-        """Note a slab."""
-        self.slabs.add(slab)
-
-    def kill(self) -> None:
-        """End at once."""
-        self.hooks["on_gone"]()
-
-
-def test_a_source_that_was_asked_of_too_much_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata that no longer fits a message ends the process; the next begins with no slab."""
-    made: list[Process] = []
-    later: list[Callable[[], None]] = []
-
-    def process(*arguments: object, **hooks: Any) -> Process:
-        made.append(Process(*arguments, **hooks))
-        return made[-1]
-
-    monkeypatch.setattr(source_module, "MoverProcess", process)
-    loop: Any = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, do: later.append(do))
-    catalog: Any = SimpleNamespace(pool=pool(ONE))
-    slabs: Any = SimpleNamespace(fd=lambda slab: slab)
-    source = source_module.Source(
-        loop,
-        catalog,
-        slabs,
-        None,
-        transport="tcp",
-        devices=(),
-        tenants=[ONE],
-        on_taken=lambda *_: None,
-    )
-    source.start()
-    say = made[0].hooks["on_message"]
-    say(["up", "name"])
-    for _ in range(SLABS + 1):
-        source.tick()
-    assert made[0].slabs == set(range(SLABS)), "one a tick, while nothing is asked of it"
-    say(["mapped", 0, 1 << 30, 1, bytes(source_module.METADATA_MOST)])
-    assert source.pid == 1
-    say(["mapped", 1, 2 << 30, 2, bytes(source_module.METADATA_MOST + 1)])
-    assert source.pid == 0
-    (again,) = later
-    again()
-    assert len(made) == 2
-    assert made[1].slabs == set()
 
 
 def maps(pid: int) -> int:

@@ -1,137 +1,118 @@
-"""What is offered to other hosts: verified where it is watched, summed once, told with its sum."""
+"""The source process's keeper, with the process played: what it is given, told, and told of."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from kvd.peer.source import Source
-from kvd.verifying import take_out
-from tests.cold_kit import NAMES, TWO_RANKS, World
-from tests.unit.test_checking import Judge
+from kvd.peer import source as source_module
+from kvd.types import SlabId
+from tests.peer.test_landing import PAGE, PLACES, TENANT, Host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from kvd.entry import Chunk
-    from kvd.peer.process import MoverProcess
-    from kvd.peer.protocol import Held
+    import pytest
 
-MASK = 3
+    from kvd.catalog import Catalog
+
+SLABS, DIGEST = 6, b"d" * 16
 
 
 class Process:
-    """Stands for the source process: what it was asked, answered when the test says so."""
+    """A source process, played: what it was told, and whether it was killed."""
 
-    def __init__(self) -> None:
-        self.slabs: set[int] = set()
-        self.sums: list[tuple[int, list[Any]]] = []
+    def __init__(self, *_: object, **hooks: Any) -> None:
+        """Take the hooks."""
+        self.hooks = hooks
+        self.slabs: set[SlabId] = set()
+        self.sent: list[tuple[object, ...]] = []
+        self.process = SimpleNamespace(pid=1)
 
-    def send(self, kind: str, *fields: Any, fds: Sequence[int] = ()) -> None:
-        """Take note of what is to be summed."""
-        assert not fds or kind == "slab"
-        if kind == "sum":
-            self.sums.append((fields[0], fields[1]))
+    def give(self, slab: SlabId, *_: object, **__: object) -> None:
+        """Note a slab."""
+        self.slabs.add(slab)
+
+    def send(self, *message: object) -> None:
+        """Note a message."""
+        self.sent.append(message)
+
+    def kill(self) -> None:
+        """End at once."""
+        self.hooks["on_gone"]()
 
 
-class Slabs:
-    """Stands for the host tier's descriptors."""
+class Played:
+    """A source on a catalog; its processes are played."""
 
-    def fd(self, slab: int) -> int:
-        """Return one."""
-        return slab
-
-
-class Stage:
-    """A source over a stored chunk of two objects, the first of them watched."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.world, self.judge, self.process = World(), Judge(), Process()
-        self.told: list[tuple[int, Sequence[Held] | None]] = []
-        space = self.world.enter(TWO_RANKS)
-        for rank in (0, 1):
-            assert self.world.put(space, NAMES[:1], rank=rank) == 1
-        self.chunk: Chunk = space.chunks[NAMES[0]]
-        self.chunk.slots[0].watched, self.chunk.slots[0].digest = True, b"w" * 16
-        self.source = Source(
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> None:
+        """Start it; the first process is up."""
+        self.made: list[Process] = []
+        self.later: list[Callable[[], None]] = []
+        self.taken: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(source_module, "MoverProcess", self._process)
+        later = self.later
+        loop: Any = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, do: later.append(do))
+        slabs: Any = SimpleNamespace(fd=lambda slab: slab)
+        self.source = source_module.Source(
             loop,
-            self.world.catalog,
-            Slabs(),
+            catalog,
+            slabs,
             None,
-            verifier=self.judge,
             transport="tcp",
             devices=(),
-            tenants=(),
-            on_taken=lambda ticket, _, held: self.told.append((ticket, held)),
+            tenants=[TENANT],
+            on_taken=lambda *what: self.taken.append(what),
         )
-        self.source._process = cast("MoverProcess", self.process)
-        self.source.up = True
-        self.source._on_message(["mapped", self.chunk.slots[0].slab, 1 << 20, 1, b""])
+        self.source.start()
+        self.say("up", "name")
 
-    def digests(self) -> list[bytes]:
-        """Return what the last offer said of its objects' bytes."""
-        held = self.told[-1][1]
-        return [each.digest for each in held or ()]
+    def _process(self, *arguments: object, **hooks: Any) -> Process:
+        self.made.append(Process(*arguments, **hooks))
+        return self.made[-1]
 
-
-def staged(scene: Callable[[Stage], None]) -> None:
-    """Run a scene on a loop."""
-
-    async def main() -> None:
-        stage = Stage(asyncio.get_running_loop())
-        scene(stage)
-        stage.world.catalog.check()
-
-    asyncio.run(main())
+    def say(self, *message: object) -> None:
+        """Hear the process."""
+        self.made[-1].hooks["on_message"](list(message))
 
 
-def test_what_is_watched_is_checked_first_and_nothing_is_summed_twice() -> None:
-    """The process sums what nobody has summed, once; the offer has the sums of the publish."""
-
-    def scene(stage: Stage) -> None:
-        stage.source.take(1, stage.chunk, MASK)
-        (check,) = stage.judge.checks
-        assert list(check.left) == [stage.chunk.slots[0]]
-        assert not stage.process.sums
-        stage.judge.end(check)
-        ((ticket, objects),) = stage.process.sums
-        assert [objects[0][1]] == [stage.chunk.slots[1].offset_bytes]
-        stage.source._on_message(["summed", ticket, [b"p" * 16]])
-        assert stage.digests() == [b"w" * 16, b"p" * 16]
-        stage.source.drop(1)
-        stage.source.take(2, stage.chunk, MASK)
-        stage.judge.end(stage.judge.checks[-1])
-        assert stage.digests() == [b"w" * 16, b"p" * 16]
-        assert len(stage.process.sums) == 1
-        stage.source.drop(2)
-
-    staged(scene)
+def test_a_source_that_was_asked_of_too_much_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata that no longer fits a message ends the process; the next begins with no slab."""
+    host = Host()
+    for number in range(1, SLABS):
+        host.catalog.pool.add_blank(SlabId(number))
+    played = Played(monkeypatch, host.catalog)
+    for _ in range(SLABS + 1):
+        played.source.tick()
+    assert played.made[0].slabs == set(range(SLABS)), "one a tick, while nothing is asked of it"
+    played.say("mapped", 0, 1 << 30, 1, bytes(source_module.METADATA_MOST))
+    assert played.source.pid == 1
+    played.say("mapped", 1, 2 << 30, 2, bytes(source_module.METADATA_MOST + 1))
+    assert played.source.pid == 0
+    (again,) = played.later
+    again()
+    assert len(played.made) == 2
+    assert played.made[1].slabs == set()
 
 
-def test_what_differs_is_not_offered() -> None:
-    """An object that was taken out by the check is not there for others either."""
-
-    def scene(stage: Stage) -> None:
-        stage.source.take(1, stage.chunk, 1)
-        (check,) = stage.judge.checks
-        take_out(stage.world.catalog, stage.chunk.slots[0])
-        stage.judge.end(check)
-        assert stage.told == [(1, ())]
-        stage.source.drop(1)
-
-    staged(scene)
-
-
-def test_who_lets_go_while_it_is_checked_is_told_nothing() -> None:
-    """The pin goes, and the check is left."""
-
-    def scene(stage: Stage) -> None:
-        stage.source.take(1, stage.chunk, MASK)
-        (check,) = stage.judge.checks
-        stage.source.drop(1)
-        assert not stage.judge.checks
-        assert not stage.chunk.pins
-        stage.judge.end(check)
-        assert not stage.told
-
-    staged(scene)
+def test_the_policy_hears_of_what_is_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each chunk that is offered, when it is; of a miss nothing."""
+    host = Host()
+    assert host.take(1, 0)
+    chunk = host.landings.publish(1, 0)
+    served: list[object] = []
+    monkeypatch.setattr(host.catalog.eviction, "served", served.append)
+    played = Played(monkeypatch, host.catalog)
+    played.source.take(7, None, 1)
+    played.source.take(8, chunk, 1)
+    assert played.taken == [(7, 0, None)]
+    assert played.made[0].sent == [("sum", 8, [[0, 0, PAGE]])]
+    assert not served
+    played.say("mapped", 0, 1 << 30, 1, b"m")
+    played.say("summed", 8, [DIGEST])
+    assert served == [chunk]
+    ticket, _, held = played.taken[1]
+    assert (ticket, held[0].digest) == (8, DIGEST)
+    played.source.drop(8)
+    assert host.usable() == 1
+    assert host.free == PLACES - 1

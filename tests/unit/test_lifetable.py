@@ -137,6 +137,10 @@ class NaiveLifeTable(Naive):
                 kind = PARTIAL
             self.begin(block, hits, kind)
 
+    def served(self, block: int) -> None:
+        """Count a use of it, and leave it where it is."""
+        self.events[self.kind[block], self.bin[block]] += 1
+
     def begin(self, block: int, hits: int, kind: int) -> None:
         """Put a block at age 0."""
         self.born[block], self.hits[block], self.kind[block] = self.now_ns, hits, kind
@@ -226,6 +230,25 @@ def test_ghosts_are_allowed_by_the_size_of_the_tier() -> None:
         policy.touched(Request(block, (block,)))
     policy.touched(Request(30, ()))
     assert set(policy._segments) == {0, 1, *range(22, 30)}
+
+
+def test_what_other_hosts_come_for_is_worth_keeping() -> None:
+    """Of two kinds that nobody here uses again, the one that others take copies of is kept."""
+    policy = LifeTable[int]()
+    for round_ in range(2 * LifeTable.REBUILD_EVERY):
+        now_ns = 100 * SECOND_NS * round_
+        for kind in (0, 1):  # short answers, long ones
+            block = 2 * round_ + kind
+            policy.touched(Request(now_ns, (block,), 10 if kind else 1000))
+            policy.inserted(block, None, now_ns)
+            policy.evictable(block)
+            if kind and round_:
+                policy.served(block - 2)
+    policy.check()
+    worth = [policy.worth(block - 2) for block in (block - 1, block)]  # as old as what was served
+    assert worth[1] is not None
+    assert worth[0] is not None
+    assert worth[1] > 10 * worth[0]
 
 
 def test_equal_worth_means_the_older_first() -> None:
