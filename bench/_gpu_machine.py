@@ -33,6 +33,8 @@ SOURCES: Final = ("kvd", "client/kvd_client", "bench")
 _ASKED: Final = ("name", "driver_version", "memory.total", "memory.used", "compute_mode")
 _PERHAPS: Final = ("mig.mode.current", "pcie.link.gen.current", "pcie.link.width.current")
 _MPS: Final = "CUDA_MPS_PIPE_DIRECTORY"
+NVIDIA_S: Final = 10.0
+"""For nvidia-smi, which takes seconds where the driver sleeps between uses."""
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 
@@ -106,17 +108,21 @@ def _libraries() -> dict[str, str]:
 def _nvidia() -> dict[str, str]:
     """Ask nvidia-smi; the driver also says its version in a file."""
     for names in ((*_ASKED, *_PERHAPS), _ASKED, _ASKED[:3]):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
+        try:
             told = subprocess.run(
                 ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"],
                 capture_output=True,
                 text=True,
-                timeout=20,
+                timeout=NVIDIA_S,
                 check=True,
             )
             values = [v.strip() for v in told.stdout.strip().splitlines()[0].split(",")]
-            return {f"gpu_{n.replace('.', '_')}": v for n, v in zip(names, values, strict=False)}
-    with contextlib.suppress(OSError):
+        except (subprocess.CalledProcessError, IndexError):
+            continue  # an older one refuses what it does not know
+        except (OSError, subprocess.TimeoutExpired):
+            break
+        return {f"gpu_{n.replace('.', '_')}": v for n, v in zip(names, values, strict=False)}
+    with contextlib.suppress(OSError, IndexError):
         return {"gpu_driver_version": DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0]}
     return {}
 

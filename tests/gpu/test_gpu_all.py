@@ -210,6 +210,7 @@ sys.exit(gpu_all.everything(Path({str(tmp_path)!r}), chosen)[1])
         while (child := grandchild(tmp_path)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        assert read(tmp_path)["parts"]["bench"]["ended"] == "ok"  # what a SIGKILL would leave
         run.send_signal(signal.SIGTERM)
         assert run.wait(20) == 1
     found = read(tmp_path)
@@ -342,6 +343,11 @@ def test_nvidia_smi_may_know_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = _gpu_machine._nvidia()
     assert found["gpu_name"] == "NVIDIA H200"
     assert found["gpu_compute_mode"] == "Default"
+    monkeypatch.setattr(_gpu_machine, "NVIDIA_S", 0.3)
+    tool.write_text("#!/bin/sh\necho $$ >>" + str(tmp_path / "asked") + "\nexec sleep 60\n")
+    monkeypatch.setattr(_gpu_machine, "DRIVER_FILE", tmp_path / "none")
+    assert _gpu_machine._nvidia() == {}
+    assert len((tmp_path / "asked").read_text(encoding="utf-8").split()) == 1
     tool.unlink()
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 580.1\nmore\n")
