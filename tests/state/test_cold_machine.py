@@ -306,12 +306,14 @@ class ColdMachine(CatalogMachine):
         self.catalog.unpin(wait.chunks[count:])
         self.model.unpin(world, held[count:])
         if count:
-            self.model.unpin(world, held[:count])  # `add` pins what it is given
+            self.model.unpin(world, held[:count])  # `add` pins what it is given,
+            unwanted = set(self.model.unwanted)  # which is no use: that was when it was asked for
             deadline = self.now + wait.ttl
             chunks = wait.chunks[:count]
             self.add(
                 wait.owner, wait.member, chunks, wait.first, reading=wait.reading, deadline=deadline
             )
+            self.model.unwanted = unwanted
 
     def end(self, owner: int, *, dead: bool) -> None:
         """A session that has gone waits no more (W1)."""
