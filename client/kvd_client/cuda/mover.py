@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from kvd_client.cuda.pages import DevicePages
     from kvd_client.cuda.transfer import Piece, Transfer
 
-STAGE_BYTES_DEFAULT: Final = 4 * ((32 << 20) + (64 << 10))
+STAGE_BYTES_DEFAULT: Final = 4 * ((16 << 20) + (64 << 10))
 """GPU memory for staging: four stages, two a direction.
 
-Each takes 32 MiB, with the scales of FP8: smaller copies leave gaps on the bus."""
+Each takes 16 MiB, with the scales of FP8: half an object of an 8B model, or all of it as FP8."""
 QUEUE_MAX: Final = 64
 """Most transfers that wait; more are refused, which is a miss."""
 SLOTS: Final = 8
