@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvd_client.cuda.device import Device
     from kvd_client.cuda.transfer import Transfer
 
+STORED_CHUNKS = 8
+"""Reserved at a time: 256 MiB of an 8B model."""
 WAIT_S = 30.0
 
 
@@ -138,12 +140,23 @@ class Engine:
         count = (tokens or self.shape.tokens) // self.shape.page
         return random.Random(seed).sample(range(self.shape.blocks), count)
 
-    def store(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> Transfer:
-        """Reserve, gather and copy; over when it returns."""
-        transfer = self.side.store(self.client.reserve(hashes), blocks)
-        if not transfer.wait(WAIT_S):
-            raise AssertionError(f"a store ended as {transfer.state}: {self.side.mover.broken}")
-        return transfer
+    def store(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Reserve, gather and copy; over when it returns.
+
+        In pieces, as vLLM's connector does: places are found for the next while the bus has work.
+        """
+        pages = len(blocks) // len(hashes)
+        transfers = [
+            self.side.store(
+                self.client.reserve(hashes[: first + STORED_CHUNKS], first=first),
+                blocks[first * pages : (first + STORED_CHUNKS) * pages],
+                first,
+            )
+            for first in range(0, len(hashes), STORED_CHUNKS)
+        ]
+        for transfer in transfers:
+            if not transfer.wait(WAIT_S):
+                raise AssertionError(f"a store ended as {transfer.state}: {self.side.mover.broken}")
 
     def stored(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Store, and wait until all of it is found."""
