@@ -11,7 +11,7 @@
 #       posix-ipc lmdb zstandard xxhash msgpack
 # PYTHON= names the interpreter; else .venv's or python3, whichever has CuPy. Ends with 0; 1 if a check or a bench failed or ran out of time; 3
 # without a GPU or without what is needed. gpu.json is written in each case. What the parts do, and a
-# dry run without a GPU: bench/gpu_all.py.
+# dry run without a GPU: bench/_gpu_all.py.
 set -eu
 cd "$(dirname "$0")/.."
 python="${PYTHON:-}"
@@ -27,4 +27,4 @@ if [ -z "$python" ]; then
     done
 fi
 export PYTHONPATH="$PWD:$PWD/client${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m bench.gpu_all "${1:-${OUT:-gpu-out}}"
+exec "$python" -m bench._gpu_all "${1:-${OUT:-gpu-out}}"

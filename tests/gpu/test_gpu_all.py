@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench import _gpu_machine, _gpu_targets, gpu_all, gpu_check
-from bench.gpu_all import Part
+from bench import _gpu_all, _gpu_machine, _gpu_targets, gpu_check
+from bench._gpu_all import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 STATED: dict[str, Any] = {"missing": {}, "warnings": [], "machine": {"gpu": "one of ours"}}
@@ -57,7 +57,7 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     assert found["machine"]["python"] == platform.python_version()
     assert {row["verdict"] for row in found["targets"]} == {"dry run", "not measured"}
     assert "DRY RUN on a fake GPU" in done.stdout
-    assert found["seconds"] < gpu_all.BUDGET_S
+    assert found["seconds"] < _gpu_all.BUDGET_S
     assert {path.name for path in out.iterdir()} == {"gpu-dry-run.json", "gpu.log"}
 
 
@@ -84,7 +84,7 @@ def complete(bench: dict[str, Any], ttft: dict[str, Any]) -> None:
 def stated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let the machine be one with a GPU."""
     told: dict[str, Any] = json.loads(json.dumps(STATED))
-    monkeypatch.setattr(gpu_all, "state", lambda _environment: told)
+    monkeypatch.setattr(_gpu_all, "state", lambda _environment: told)
     return told
 
 
@@ -121,7 +121,7 @@ def test_a_part_that_fails_or_crashes_leaves_the_others(
 ) -> None:
     """Each part's result is there, a crashed one's as far as it came; targets are judged."""
     chosen = [python("check", BAD), python("ttft", CRASHED), python("bench", GOOD)]
-    found, status = gpu_all.everything(tmp_path, chosen)
+    found, status = _gpu_all.everything(tmp_path, chosen)
     assert status == 1
     assert found == read(tmp_path)
     ended = {name: (part["ended"], part["whole"]) for name, part in found["parts"].items()}
@@ -165,10 +165,10 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(
     tmp_path: Path, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had found is kept, and the next part runs."""
-    monkeypatch.setattr(gpu_all, "GRACE_S", 0.3)
+    monkeypatch.setattr(_gpu_all, "GRACE_S", 0.3)
     chosen = [python("check", HUNG, 2.0), python("bench", GOOD)]
     start = time.monotonic()
-    found, status = gpu_all.everything(tmp_path, chosen)
+    found, status = _gpu_all.everything(tmp_path, chosen)
     assert time.monotonic() - start < 15
     assert status == 1
     assert found["parts"]["check"]["ended"] == "out of time"
@@ -184,11 +184,11 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(
 def test_parts_share_one_budget(tmp_path: Path, stated: dict[str, Any]) -> None:
     """A part gets what is left, and none where nothing is: all together stay below the bound."""
     chosen = [python("check", HUNG, 60.0), python("bench", GOOD)]
-    found, status = gpu_all.everything(tmp_path, chosen, budget_s=2.5)
+    found, status = _gpu_all.everything(tmp_path, chosen, budget_s=2.5)
     assert status == 1
     assert found["parts"]["check"]["limit_s"] <= 2.5
     assert found["parts"]["bench"] == {"ended": "no time left"}
-    longest = gpu_all.BUDGET_S + 2 * gpu_all.GRACE_S
+    longest = _gpu_all.BUDGET_S + 2 * _gpu_all.GRACE_S
     assert longest < _gpu_targets.TOTAL_S
 
 
@@ -198,12 +198,12 @@ def test_a_run_that_is_cut_off_leaves_what_there_was(tmp_path: Path) -> None:
     code = f"""
 import signal, sys
 from pathlib import Path
-from bench import gpu_all
+from bench import _gpu_all
 from tests.gpu import test_gpu_all as own
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-gpu_all.state = lambda environment: own.STATED
+_gpu_all.state = lambda environment: own.STATED
 chosen = [own.python("bench", own.GOOD), own.python("check", own.HUNG, 60.0)]
-sys.exit(gpu_all.everything(Path({str(tmp_path)!r}), chosen)[1])
+sys.exit(_gpu_all.everything(Path({str(tmp_path)!r}), chosen)[1])
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as run:
         deadline = time.monotonic() + 30
@@ -232,7 +232,7 @@ def test_without_what_is_needed_nothing_runs(
 ) -> None:
     """The result says why, and the status is 3."""
     stated |= told
-    found, status = gpu_all.everything(tmp_path, [python("bench", GOOD)])
+    found, status = _gpu_all.everything(tmp_path, [python("bench", GOOD)])
     assert status == 3
     assert reason in found["not_run"]
     assert read(tmp_path)["parts"] == {}
@@ -243,8 +243,8 @@ def test_a_machine_that_cannot_be_stated_is_still_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A statement that hangs costs its time, and no more."""
-    monkeypatch.setattr(gpu_all, "STATE_S", 0.0)
-    found, status = gpu_all.everything(tmp_path, [python("bench", GOOD)])
+    monkeypatch.setattr(_gpu_all, "STATE_S", 0.0)
+    found, status = _gpu_all.everything(tmp_path, [python("bench", GOOD)])
     assert status == 0
     assert "cannot be stated" in found["warnings"][0]
 
@@ -271,7 +271,7 @@ MACHINE = platform.machine()
 )
 def test_wheels_that_fit(wheel: str, fits: bool) -> None:  # noqa: FBT001 - a table's column
     """Only wheels for this Python, C library and machine are unpacked."""
-    assert gpu_all.fits(wheel) is fits
+    assert _gpu_all.fits(wheel) is fits
 
 
 def test_wheels_are_unpacked_without_pip(tmp_path: Path) -> None:
@@ -285,18 +285,18 @@ def test_wheels_are_unpacked_without_pip(tmp_path: Path) -> None:
     ):
         with zipfile.ZipFile(wheels / name, "w") as packed:
             packed.writestr(inner, "x = 1\n")
-    assert gpu_all.unpack(wheels, site) == ["three-1-py2-none-any.whl"]
+    assert _gpu_all.unpack(wheels, site) == ["three-1-py2-none-any.whl"]
     assert (site / "one.py").exists()
     assert (site / "two/__init__.py").exists()
     assert not (site / "three.py").exists()
-    assert gpu_all.unpack(tmp_path / "none", site) == []
+    assert _gpu_all.unpack(tmp_path / "none", site) == []
 
 
 def test_what_was_on_the_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages that a host has in PYTHONPATH are seen by the parts, and caches are our own."""
     monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
     monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
-    found = gpu_all.surroundings(tmp_path)
+    found = _gpu_all.surroundings(tmp_path)
     assert "/somewhere/else" in found["PYTHONPATH"].split(":")
     assert found["CUPY_CACHE_DIR"].startswith(str(tmp_path))
 

@@ -308,11 +308,9 @@ class ColdMachine(CatalogMachine):
         if count:
             self.model.unpin(world, held[:count])  # `add` pins what it is given,
             unwanted = set(self.model.unwanted)  # which is no use: that was when it was asked for
-            deadline = self.now + wait.ttl
+            of, reading, deadline = wait.member, wait.reading, self.now + wait.ttl
             chunks = wait.chunks[:count]
-            self.add(
-                wait.owner, wait.member, chunks, wait.first, reading=wait.reading, deadline=deadline
-            )
+            self.add(wait.owner, of, chunks, wait.first, reading=reading, deadline=deadline)
             self.model.unwanted = unwanted
 
     def end(self, owner: int, *, dead: bool) -> None:
