@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvd.entry import Chunk
+    from kvd.entry import Chunk, Slot
     from kvd.hits import Had
     from kvd.types import LeaseId, OwnerId, Tenant
 
@@ -42,6 +42,7 @@ class Lease:
         chunks: What it pins; `first` is the index of the first of them in the chain.
         first: See `chunks`.
         had: What was in host slots when it was asked for, see `kvd.hits`; None: all of it.
+        sure: The watched objects that were checked for it; None where nothing is verified.
         reading: Whether its owner was told where the bytes are.
         deadline_ns: When it is overdue or ends.
         state: See the module.
@@ -56,6 +57,7 @@ class Lease:
         "owner",
         "reading",
         "state",
+        "sure",
         "tenant",
         "token",
     )
@@ -72,6 +74,7 @@ class Lease:
         reading: bool,
         deadline_ns: int,
         had: Had | None = None,
+        sure: frozenset[Slot] | None = None,
     ) -> None:
         """Start active."""
         self.id = lease
@@ -81,6 +84,7 @@ class Lease:
         self.chunks = chunks
         self.first = first
         self.had = had
+        self.sure = sure
         self.reading = reading
         self.deadline_ns = deadline_ns
         self.state = LeaseState.ACTIVE

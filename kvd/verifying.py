@@ -83,13 +83,23 @@ class Check:
         """Wait for all of them; `done` is called once, with the last."""
         self.left = dict.fromkeys(slots)
         self._done = done
+        self._over = False
         assert self.left
 
-    def hear(self, slot: Slot) -> None:
-        """Hear that an object has been summed, and taken out if it differed."""
+    def hear(self, slot: Slot) -> bool:
+        """Hear that an object has been summed, and taken out if it differed; True with the last."""
         del self.left[slot]
-        if not self.left:
+        return not self.left
+
+    def end(self) -> None:
+        """Tell who waits, unless that has left."""
+        if not self._over:
+            self._over = True
             self._done()
+
+    def leave(self) -> None:
+        """Tell nobody any more."""
+        self._over = True
 
 
 class Sums:
@@ -123,6 +133,7 @@ class Sums:
 
     def leave(self, check: Check) -> None:
         """Stop waiting; what nobody else waits for is not summed because of it."""
+        check.leave()
         for slot in check.left:
             waiters = self._waiters[slot]
             waiters.remove(check)
@@ -148,10 +159,13 @@ class Sums:
         return batch
 
     def ended(self, slot: Slot) -> None:
-        """Tell those who wait for an object that its sum has been judged."""
+        """Tell those who wait for an object that its sum has been judged.
+
+        All have heard before the first goes on: that may ask again, or end others that wait.
+        """
         self._begun.remove(slot)
-        for check in self._waiters.pop(slot):
-            check.hear(slot)
+        for check in [check for check in self._waiters.pop(slot) if check.hear(slot)]:
+            check.end()
 
     def check(self) -> None:
         """Recount; raises AssertionError naming the invariant that does not hold."""

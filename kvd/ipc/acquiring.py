@@ -24,6 +24,8 @@ from kvd_client import wire
 from kvd_client.wire import Status
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.catalog import Catalog
     from kvd.clock import Clock
     from kvd.config import Limits
@@ -202,11 +204,12 @@ class Acquires:
         had: Had | None,
     ) -> wire.AcquireReply | None:
         """Have checked what is watched of pinned chunks, then grant them; at once without any."""
-        refused = self._lease_refusal(caller) is not Status.OK
-        watched = [] if self._verifier is None or refused else _watched(chunks, caller, ask)
-        if not watched:
+        if self._verifier is None:
             return self._settle(caller, ask, chunks, had)
-        assert self._verifier is not None
+        refused = self._lease_refusal(caller) is not Status.OK
+        watched = [] if refused else _watched(chunks, caller, reading=bool(ask.read))
+        if not watched:
+            return self._settle(caller, ask, chunks, had, frozenset())
         if len(self._waiting.get(caller.owner, ())) >= WAITING_MAX:
             self._catalog.unpin(chunks)
             return no_lease(ask.request, ask.first, Status.OVER_QUOTA)
@@ -218,6 +221,7 @@ class Acquires:
             later=later,
             deadline_ns=deadline_ns,
             had=had,
+            watched=frozenset(watched),
             finish=self._checked,
         )
         checking.check = self._verifier.check(watched, checking.end)
@@ -227,28 +231,31 @@ class Acquires:
     def _checked(self, checking: Checking) -> None:
         """Answer an acquire that was checked, as far as it was in time (W2)."""
         assert self._verifier is not None
-        left = set(self._verifier.leave(checking.check))
+        left = self._verifier.leave(checking.check)
         self._over(checking)
-        if checking.caller.gone:
-            self._catalog.unpin(checking.chunks)
+        caller, ask, chunks = checking.caller, checking.ask, checking.chunks
+        if caller.gone:
+            self._catalog.unpin(chunks)
             return
-        chunks = checking.chunks
-        if left:
-            self._counters.acquires_unverified += 1
-            sure = [left.isdisjoint(chunk.slots.values()) for chunk in chunks]
-            cut = (*sure, False).index(False)
-            self._catalog.unpin(chunks[cut:])
-            chunks = chunks[:cut]
-        reply = self._settle(checking.caller, checking.ask, chunks, checking.had)
-        checking.later(wire.encode(reply))
+        self._counters.acquires_unverified += bool(left)
+        sure = checking.watched.difference(left)  # nor is what was published meanwhile
+        each = [_watched([chunk], caller, reading=bool(ask.read)) for chunk in chunks]
+        cut = (*map(sure.issuperset, each), False).index(False)
+        self._catalog.unpin(chunks[cut:])
+        checking.later(wire.encode(self._settle(caller, ask, chunks[:cut], checking.had, sure)))
 
     def _settle(
-        self, caller: Caller, ask: wire.Acquire, chunks: tuple[Chunk, ...], had: Had | None
+        self,
+        caller: Caller,
+        ask: wire.Acquire,
+        chunks: tuple[Chunk, ...],
+        had: Had | None,
+        sure: frozenset[Slot] | None = None,
     ) -> wire.AcquireReply:
         """Grant a lease over as many of pinned chunks as are usable in host slots.
 
         What was allowed when it was asked for may not be any more once it has waited. `had` is what
-        was in host slots then, None for all of it.
+        was in host slots then, None for all of it; `sure` what was checked.
         """
         refusal = self._lease_refusal(caller)
         if refusal is not Status.OK:
@@ -262,7 +269,7 @@ class Acquires:
         ttl_ms = min(ask.ttl_ms, int(self._limits.lease_s * 1e3))
         reading, chunks = bool(ask.read), chunks[:usable]
         reply = self._grant(
-            caller, ask.request, chunks, ask.first, ttl_ms, reading=reading, had=had
+            caller, ask.request, chunks, ask.first, ttl_ms, reading=reading, had=had, sure=sure
         )
         if caller.rank == 0 and reply.status is Status.OK:
             caller.served = True
@@ -294,6 +301,7 @@ class Acquires:
         *,
         reading: bool,
         had: Had | None,
+        sure: frozenset[Slot] | None,
     ) -> wire.AcquireReply:
         """Make a lease over pinned chunks, which now owns their pins."""
         if not self._catalog.quota.charge(caller.tenant, Resource.LEASES, 1):
@@ -310,6 +318,7 @@ class Acquires:
             reading=reading,
             deadline_ns=self._clock.now_ns() + ttl_ms * _MS,
             had=had,
+            sure=sure,
         )
         self._leases.add(lease)
         places = []
@@ -345,10 +354,21 @@ class Acquires:
             usable = warm_length(caller.space, lease.chunks, lease.first)
             if usable < len(lease.chunks):
                 return no_lease(ask.request, lease.first, Status.STALE)
+        if lease.sure is not None and not lease.sure.issuperset(
+            _watched(lease.chunks, caller, reading=True)
+        ):  # stored again since, or of a rank that it was not checked for
+            return no_lease(ask.request, lease.first, Status.STALE)
         self._catalog.pin(lease.chunks)
         left_ms = max(0, lease.deadline_ns - self._clock.now_ns()) // _MS
         return self._grant(
-            caller, ask.request, lease.chunks, lease.first, left_ms, reading=True, had=lease.had
+            caller,
+            ask.request,
+            lease.chunks,
+            lease.first,
+            left_ms,
+            reading=True,
+            had=lease.had,
+            sure=lease.sure,
         )
 
     def release(self, caller: Caller, ask: wire.Release) -> wire.StatusReply:
@@ -391,11 +411,11 @@ class Acquires:
             self._fetched(fetching)
 
 
-def _watched(chunks: tuple[Chunk, ...], caller: Caller, ask: wire.Acquire) -> list[Slot]:
+def _watched(chunks: Sequence[Chunk], caller: Caller, *, reading: bool) -> list[Slot]:
     """Return the watched objects that a lease tells of, or lets others be told of, in order."""
     return [
         slot
         for chunk in chunks
-        for slot in (slots_of(chunk, caller.rank) if ask.read else chunk.slots.values())
+        for slot in (slots_of(chunk, caller.rank) if reading else chunk.slots.values())
         if slot.watched
     ]

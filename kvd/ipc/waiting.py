@@ -17,7 +17,7 @@ from kvd_client import wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.entry import Chunk
+    from kvd.entry import Chunk, Slot
     from kvd.hits import Had
     from kvd.ipc.caller import Caller
     from kvd.verifying import Check
@@ -81,15 +81,20 @@ class Checking:
         later: Later,
         deadline_ns: int,
         had: Had | None,
+        watched: frozenset[Slot],
         finish: Callable[[Checking], None],
     ) -> None:
-        """Own the pins on `chunks`; `later` takes the reply, `had` is what was there."""
+        """Own the pins on `chunks`; `later` takes the reply, `had` is what was there.
+
+        `watched` is what is checked.
+        """
         self.caller = caller
         self.ask = ask
         self.chunks = chunks
         self.later = later
         self.deadline_ns = deadline_ns
         self.had = had
+        self.watched = watched
         self._finish = finish
         self.over = False
         self.check: Check

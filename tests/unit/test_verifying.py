@@ -94,6 +94,33 @@ def test_what_waits_for_its_first_sum_is_bounded() -> None:
     assert sums.next(1) == [late]
 
 
+def test_an_answer_may_end_others_that_wait_for_the_same() -> None:
+    """A session may close while one of its acquires is answered: its others leave within that, also
+    those that wait for nothing else any more, and are not heard.
+    """
+    sums, heard = Sums(), []
+    same, other = slot_of(0), slot_of(1)
+
+    def close() -> None:
+        heard.append("first")
+        for check in (second, third):
+            sums.leave(check)
+        sums.ask(Check([same], lambda: heard.append("anew")))
+
+    second = Check([same, other], lambda: heard.append("second"))
+    third = Check([same], lambda: heard.append("third"))
+    for check in (Check([same], close), second, third):
+        sums.ask(check)
+    assert sums.next(1) == [same]
+    sums.ended(same)
+    sums.check()
+    assert heard == ["first"]
+    assert sums.next(1 << 20) == [same]
+    sums.ended(same)
+    assert heard == ["first", "anew"]
+    assert not len(sums)
+
+
 class SumsMachine(RuleBasedStateMachine):
     """Objects are published, asked for, left, summed and freed, in any order."""
 
