@@ -234,7 +234,12 @@ def everything(
     found: dict[str, Any] = {"dry_run": DRY_RUN} if dry_run else {}
     results: dict[str, Any] = {}
     out.joinpath("gpu.log").write_bytes(b"")
-    with tempfile.TemporaryDirectory(prefix="kvd-all-", dir=short_folder()) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="kvd-all-",
+        dir=short_folder(),
+        ignore_cleanup_errors=True,  # a part that is left behind may still write there
+    ) as scratch:
+        os.chmod(scratch, 0o755)  # noqa: PTH101, S103 - a check runs a process of another user
         environment = surroundings(Path(scratch))
         left = unpack(ROOT / "wheels", Path(scratch, "site"))
         said = state(environment)

@@ -14,6 +14,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -142,18 +143,23 @@ def _ask(handle: bytes, size: int, user: int | None) -> str:
     """Let another process open a handle; the last line that it says."""
     command = [sys.executable, "-m", "bench._gpu_doubts", handle.hex(), str(size)]
     path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path}
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=OPEN_S,
-            check=False,
-            cwd=ROOT,
-            user=user,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        with tempfile.TemporaryDirectory(prefix="kvd-open-") as cache:
+            if user is not None:  # CuPy does not load where it cannot write
+                os.chown(cache, user, -1)
+                environment["CUPY_CACHE_DIR"] = cache
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=OPEN_S,
+                check=False,
+                cwd=ROOT,
+                user=user,
+                env=environment,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"not known: {error}"
     return (done.stdout.strip().splitlines() or [f"status {done.returncode}"])[-1]

@@ -148,6 +148,22 @@ def test_what_is_missing_is_said(runtime: FakeRuntime, monkeypatch: pytest.Monke
         CupyDevice(0)
 
 
+def test_a_home_that_cannot_be_written_is_not_taken_for_no_cupy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CuPy makes a folder when it is imported; the mend is another than to install it."""
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "cupy":
+                raise PermissionError(13, "Permission denied", "/home/engine/.cupy")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(DeviceError, match="/home/engine/.cupy.*set CUPY_CACHE_DIR"):
+        CupyDevice(0)
+
+
 def test_an_event_is_over_only_when_cuda_says_so(runtime: FakeRuntime) -> None:
     """Success is over, not ready is not, and everything else is a failure of the device."""
     device = CupyDevice(0)

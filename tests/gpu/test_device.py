@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,6 +95,29 @@ def test_a_check_sees_handles_that_do_not_open(
     with pytest.raises(AssertionError, match="does not open in another process: refused"):
         gpu_check.CHECKS["handles"](fake)
     assert "opened as the same user: refused" in capfd.readouterr().err
+
+
+def test_another_user_has_a_folder_for_cupy(
+    fake: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """CuPy does not load without one: then nothing would be known of handles and users."""
+    owners: dict[str, int] = {}
+    seen: list[str] = []
+
+    def run(*_: object, user: int | None, env: dict[str, str], **__: object) -> Any:
+        cache = env.get("CUPY_CACHE_DIR", "")
+        seen.append(cache)
+        right = user is None or (Path(cache).is_dir() and owners[cache] == user)
+        return types.SimpleNamespace(stdout="7 7" if right else "no folder", returncode=0)
+
+    monkeypatch.setenv("CUPY_CACHE_DIR", "ours")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, user, _: owners.update({path: user}))
+    monkeypatch.setattr(subprocess, "run", run)
+    gpu_check.CHECKS["handles"](fake)
+    assert "opened as another user: 7 7" in capfd.readouterr().err
+    assert seen[0] == "ours"
+    assert not Path(seen[1]).exists()
 
 
 def test_a_check_sees_memory_that_does_not_come_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -299,6 +300,30 @@ def test_what_was_on_the_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = _gpu_all.surroundings(tmp_path)
     assert "/somewhere/else" in found["PYTHONPATH"].split(":")
     assert found["CUPY_CACHE_DIR"].startswith(str(tmp_path))
+
+
+def test_other_users_may_look_into_the_folder_of_the_parts(
+    tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    """Wheels lie there, and a check begins a process of another user."""
+    code = """print(json.dumps({"mode": os.stat(os.environ["TMPDIR"]).st_mode & 0o777}))"""
+    found, _ = _gpu_all.everything(tmp_path, [python("bench", code)])
+    assert found["bench"]["mode"] == 0o755
+
+
+def test_a_folder_that_cannot_be_emptied_keeps_no_result_back(
+    tmp_path: Path, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that the driver holds may write there while it is removed."""
+    rmdir = os.rmdir
+
+    def refuse(path: str, **named: Any) -> None:
+        rmdir(path, **named)
+        if "kvd-all-" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    assert _gpu_all.everything(tmp_path, [python("bench", GOOD)])[1] == 0
 
 
 def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

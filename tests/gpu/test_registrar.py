@@ -100,6 +100,19 @@ def test_slabs_of_a_daemon_that_is_gone_stay_while_one_group_may_copy() -> None:
     assert not device.registered
 
 
+def test_a_group_that_has_closed_keeps_no_slab_of_a_daemon_that_is_gone() -> None:
+    """Only those that are left are asked; the slab's memory is the old daemon's, and much."""
+    device, owner, old = FakeDevice(), Owner(), slab()
+    registrar = Registrar.of(owner, device).join("one").join("two")
+    for user in ("one", "two"):
+        registrar.address(old, 1, user)
+    registrar.step()
+    registrar.close("one")
+    registrar.retire(2, "two")
+    assert not device.registered
+    registrar.close("two")
+
+
 def test_what_cannot_be_undone_stays_mapped() -> None:
     """Memory that is unmapped while it is pinned is the driver's undoing."""
     device, view = FakeDevice(), slab()

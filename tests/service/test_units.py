@@ -131,6 +131,7 @@ def test_the_files_agree_with_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sock["ListenSequentialPacket"] == toml["socket"]
     assert f"d {Path(toml['socket']).parent} " in (ROOT / "systemd/kvd.tmpfiles").read_text()
     assert toml["state_dir"] == f"/var/lib/{unit['StateDirectory']}"
+    assert unit["Environment"] == f"CUPY_CACHE_DIR=%C/{unit['CacheDirectory']}/cupy"
     assert int(sock["SocketMode"], 8) == toml["socket_mode"]
     assert f"u {unit['User']} " in (ROOT / "systemd/kvd.sysusers").read_text()
     from kvd.activation import FDS_MAX

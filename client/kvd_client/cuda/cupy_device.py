@@ -67,6 +67,8 @@ class CupyDevice:
             import cupy
         except Exception as error:  # CuPy's loader raises what it likes
             text = f"CuPy is not installed ({error}): pip install 'kvd[cuda13]' or 'kvd[cuda12]'"
+            if isinstance(error, OSError) and error.filename:  # made at import, in the home
+                text = f"CuPy has no folder for its kernels ({error}): set CUPY_CACHE_DIR"
             raise DeviceError(text) from error
         self._cupy = cupy
         self._driver = _load_driver()

@@ -168,6 +168,8 @@ class Registrar:
         """Count out a user with nothing under way; the last one's undoes everything."""
         with _GUARD, self._wake:
             self._users.discard(user)
+            for slab in self._slabs.values():
+                slab.users.discard(user)  # so that the others' `retire` need not wait for it
             if self._users:
                 return
             self.closed = True
