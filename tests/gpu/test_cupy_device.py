@@ -5,6 +5,8 @@ CuPy itself is not imported: it is not among the tests' packages, and there is n
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -16,9 +18,11 @@ from kvd_client.cuda import cupy_device
 from kvd_client.cuda.cupy_device import CupyDevice
 from kvd_client.cuda.device import DeviceError
 from kvd_client.cuda.kernels import NAMES, Call
+from tests.gpu.cpu_kernels import COMPILER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 COPY = Call("kvd_scatter_16", 12, (1, 2, 3, 4, 5, 6, 7, 8, 9))
 
@@ -160,7 +164,7 @@ def test_a_home_that_cannot_be_written_is_not_taken_for_no_cupy(
 
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    with pytest.raises(DeviceError, match="/home/engine/.cupy.*set CUPY_CACHE_DIR"):
+    with pytest.raises(DeviceError, match=r"/home/engine/\.cupy.*set CUPY_CACHE_DIR"):
         CupyDevice(0)
 
 
@@ -281,6 +285,41 @@ class FakeDriver:
 
     def cuEventQuery(self, event: int) -> int:  # noqa: ARG002, N802
         return self.status
+
+
+DRIVER = """
+typedef unsigned long long u64;
+u64 event, stream;
+int mode;
+int cuEventRecord(void *e, void *s) { event = (u64)e; stream = (u64)s; return 0; }
+int cuEventQuery(void *e) { return event == (u64)e ? 0 : 600; }
+int cuThreadExchangeStreamCaptureMode(int *m) { int old = mode; mode = *m; *m = old; return 0; }
+"""
+"""The three calls as cuda.h declares them, without a suffix in CUDA 11 to 13."""
+
+
+def test_the_drivers_calls_take_whole_addresses(
+    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events and streams are pointers: ctypes cuts what it is not told of to 32 bits."""
+    library = tmp_path / "libcuda.so.1"
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    build = [COMPILER, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(build, input=DRIVER, text=True, check=True, timeout=60)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(tmp_path / name)))
+    device = CupyDevice(0)
+    event, stream = 0x7F12_3456_7890_AB08, 0x7F00_0000_0000_0010
+    device.record(event, stream)
+    seen = load(str(library))
+    told = [ctypes.c_uint64.in_dll(seen, name).value for name in ("event", "stream")]
+    assert told == [event, stream]
+    assert device.happened(event)
+    assert not device.happened(event & 0xFFFF_FFFF)
+    device.own_thread()
+    assert ctypes.c_int.in_dll(seen, "mode").value == 2
+    assert not [call for call in runtime.calls if call[0].startswith("event")]
 
 
 def test_events_go_to_the_driver_past_cupy(
