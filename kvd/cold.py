@@ -22,7 +22,7 @@ from kvd import codec, log, rates
 from kvd.admission import Admissions
 from kvd.cost import Rate, Rates
 from kvd.failpoints import maybe_fault, maybe_stall
-from kvd.forms import FORM_FRAME, DiskRates, Forms
+from kvd.forms import FORM_FRAME, DiskRates, Forms, as_published
 from kvd.pulse import TURN_S
 from kvd.restore import HINT_LOSSY, restore
 from kvd.stored import StoredNames, above
@@ -289,11 +289,13 @@ class ColdTier:
     async def _write(self, chunk: Chunk, slots: Sequence[Slot], bundle: Bundle) -> Ref:
         """Write a bundle made of slots that are verified, each time behind what has read them.
 
-        Before the write, so that what a crash leaves behind is right; and after it, because a raw
-        object is read by the write itself. What was written in vain is deleted.
+        Before the write, whose record has the sums of then, so that nothing wrong that a crash
+        leaves behind is believed; and after it, because a raw object is read by the write itself.
+        What was written in vain is deleted.
         """
         if self._sure is not None:
             await self._sure(slots)
+            bundle = bundle._replace(parts=as_published(bundle.parts, slots))
         maybe_fault("demote.before_write")
         ref = await self.store.write(bundle)
         maybe_fault("demote.after_write")

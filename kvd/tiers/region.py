@@ -89,12 +89,21 @@ class Space(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One object to write; `stored` belongs to the store until the write has ended."""
+    """One object to write; `stored` belongs to the store until the write has ended.
+
+    Attributes:
+        column: Which of its chunk's.
+        form: A number of the caller's.
+        raw_bytes: What it was before it came into this form.
+        stored: The bytes.
+        checksum: Their xxh3-64, where the caller knows what they should be; None: as they are.
+    """
 
     column: int
     form: int
     raw_bytes: int
     stored: ReadableBuffer
+    checksum: int | None = None
 
 
 class Bundle(NamedTuple):

@@ -86,7 +86,10 @@ def write_record(  # noqa: PLR0917 - run in a thread by name and arguments
         OSError: The record may lie there in part; nothing names it.
     """
     views = [_flat(part.stored) for part in bundle.parts]
-    checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
+    checksums = [
+        xxhash.xxh3_64_intdigest(view) if part.checksum is None else part.checksum
+        for part, view in zip(bundle.parts, views, strict=True)
+    ]
     header = aligned_memory(plan.header_bytes)
     header[:] = fmt.encode_record(bundle, plan, origin, checksums)
     buffers = [header]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import xxhash
 
 from kvd.errors import StartError
 from kvd.tiers.disk import RealDisk, aligned_memory
@@ -191,6 +192,30 @@ def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_bytes_that_are_not_what_their_writer_promised_are_refused(
+    tmp_path: Path, *, good: bool
+) -> None:
+    """A checksum that comes with an object is the record's, also after a restart."""
+
+    async def scene() -> None:
+        store = store_on(FaultyDisk(), tmp_path)
+        store.open()
+        plain = bundle(KEYS[0], 1)
+        promised = xxhash.xxh3_64_intdigest(plain.parts[0].stored) ^ (not good)
+        parts = [plain.parts[0]._replace(checksum=promised), *plain.parts[1:]]
+        ref = await store.write(plain._replace(parts=parts))
+        expected = 1 if good else None
+        assert await version_of(store, KEYS[0], ref, 1) == expected
+        await store.close()
+        store = store_on(FaultyDisk(), tmp_path)
+        store.open()
+        assert await version_of(store, KEYS[0], ref, 1) == expected
+        await store.close()
+
+    asyncio.run(scene())
 
 
 def test_lmdb_place_is_the_default(tmp_path: Path) -> None:

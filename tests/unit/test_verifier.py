@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+import xxhash
 
 from kvd import verifier as module
 from kvd.entry import SlotState
@@ -27,6 +28,7 @@ from tests.cold_kit import (
 
 if TYPE_CHECKING:
     from kvd.entry import Chunk, Slot
+    from kvd.tiers.region import Bundle, Ref
     from kvd.verifier import Verifier
 
 
@@ -93,6 +95,34 @@ def test_what_is_changed_while_it_is_written_is_deleted_below() -> None:
         assert not world.store.index, "a damaged copy is believed after a restart"
         assert chunk.cold is None
         assert not world.catalog.usable(only_space(world), NAMES[:1])
+
+    play(scene, verify=1)
+
+
+def test_a_record_says_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is changed before the write reads it is written with the sum of what it was: who dies
+    before it is found and deleted leaves a record that nobody believes.
+    """
+
+    async def scene(world: World) -> None:
+        said: list[tuple[int | None, int]] = []
+        write = world.store.write
+
+        async def changed(bundle: Bundle, *, rewrite: bool = False) -> Ref:
+            (part,) = bundle.parts
+            good = xxhash.xxh3_64_intdigest(part.stored)
+            scribble(world, chunks_of(world, NAMES[:1])[0].slots[0])
+            assert xxhash.xxh3_64_intdigest(part.stored) != good
+            said.append((part.checksum, good))
+            return await write(bundle, rewrite=rewrite)
+
+        monkeypatch.setattr(world.store, "write", changed)
+        assert world.put(world.enter(), NAMES[:1]) == 1
+        await summed(world, 1)
+        world.cold.wake()
+        await until(lambda: bool(said))
+        assert said[0][0] == said[0][1]
+        await until(lambda: bool(world.store.deleted))
 
     play(scene, verify=1)
 
