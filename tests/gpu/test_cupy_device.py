@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+LOAD_DRIVER = cupy_device._load_driver
 COPY = Call("kvd_scatter_16", 12, (1, 2, 3, 4, 5, 6, 7, 8, 9))
 
 
@@ -130,6 +131,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     )
     module.RawModule = Module
     monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(cupy_device, "_load_driver", lambda: None)  # a GPU host has the real one
     return fake
 
 
@@ -291,11 +293,12 @@ DRIVER = """
 typedef unsigned long long u64;
 u64 event, stream;
 int mode;
+int cuEventCreate(void **e, unsigned flags) { *e = (void *)(0x7F1234567890AB00 + flags); return 0; }
 int cuEventRecord(void *e, void *s) { event = (u64)e; stream = (u64)s; return 0; }
 int cuEventQuery(void *e) { return event == (u64)e ? 0 : 600; }
 int cuThreadExchangeStreamCaptureMode(int *m) { int old = mode; mode = *m; *m = old; return 0; }
 """
-"""The three calls as cuda.h declares them, without a suffix in CUDA 11 to 13."""
+"""The calls as cuda.h declares them, without a suffix in CUDA 11 to 13."""
 
 
 def test_the_drivers_calls_take_whole_addresses(
@@ -309,8 +312,10 @@ def test_the_drivers_calls_take_whole_addresses(
     subprocess.run(build, input=DRIVER, text=True, check=True, timeout=60)
     load = ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(tmp_path / name)))
+    monkeypatch.setattr(cupy_device, "_load_driver", LOAD_DRIVER)
     device = CupyDevice(0)
-    event, stream = 0x7F12_3456_7890_AB08, 0x7F00_0000_0000_0010
+    event, stream = device.make_event(), 0x7F00_0000_0000_0010
+    assert event == 0x7F12_3456_7890_AB02
     device.record(event, stream)
     seen = load(str(library))
     told = [ctypes.c_uint64.in_dll(seen, name).value for name in ("event", "stream")]

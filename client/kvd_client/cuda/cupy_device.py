@@ -42,6 +42,7 @@ def _load_driver() -> Any:  # noqa: ANN401 - a library, or None where there is n
     """Load the driver's library, whose calls release the GIL."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
+        library.cuEventCreate.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
         library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.cuEventQuery.argtypes = [ctypes.c_void_p]
         library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
@@ -153,7 +154,13 @@ class CupyDevice:
         return int(self._call(self._runtime.streamCreateWithFlags, _NON_BLOCKING))
 
     def make_event(self) -> int:
-        return int(self._call(self._runtime.eventCreateWithFlags, _DISABLE_TIMING))
+        if self._driver is None:
+            return int(self._call(self._runtime.eventCreateWithFlags, _DISABLE_TIMING))
+        event = ctypes.c_void_p()
+        status = self._call(self._driver.cuEventCreate, ctypes.byref(event), _DISABLE_TIMING)
+        if status != _SUCCESS or not event.value:
+            raise DeviceError(f"no event was made: CUDA error {status}")
+        return event.value
 
     def destroy_event(self, event: int) -> None:
         self._call(self._runtime.eventDestroy, event)
