@@ -162,11 +162,11 @@ def test_a_home_that_cannot_be_written_is_not_taken_for_no_cupy(
     class Finder:
         def find_spec(self, name: str, *_: object) -> None:
             if name == "cupy":
-                raise PermissionError(13, "Permission denied", "/home/engine/.cupy")
+                raise PermissionError(13, "Permission denied", "/var/lib/engine/.cupy")
 
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    with pytest.raises(DeviceError, match=r"/home/engine/\.cupy.*set CUPY_CACHE_DIR"):
+    with pytest.raises(DeviceError, match=r"/var/lib/engine/\.cupy.*set CUPY_CACHE_DIR"):
         CupyDevice(0)
 
 
