@@ -6,6 +6,7 @@ where the system has it. A GPU host's CuPy brings its own way of compiling; this
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import sys
@@ -16,9 +17,7 @@ from kvd_client.cuda.kernels import ARCHITECTURES, NAMES, OPTIONS, SOURCE
 
 _IN_WHEELS: Final = ("nvidia/cuda_nvrtc/lib", "nvidia/cu13/lib", "nvidia/cu12/lib")
 _CUPYS: Final = ("--device-as-default-execution-space",)  # what CuPy adds
-MISSING: Final = (
-    "NVRTC is not installed: kernels.cu is not checked. pip install nvidia-cuda-nvrtc-cu12"
-)
+MISSING: Final = "NVRTC is not installed: kernels.cu is not checked. pip install nvidia-cuda-nvrtc"
 
 
 class CompileError(Exception):
@@ -31,10 +30,10 @@ def find() -> ctypes.CDLL | None:
     found = [str(library) for place in places for library in place.glob("libnvrtc.so.*[0-9]")]
     system = ctypes.util.find_library("nvrtc")
     for name in [*sorted(found), *([system] if system else [])]:
-        try:
+        with contextlib.suppress(OSError):
+            for part in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(part))  # which NVRTC looks for by name alone
             return ctypes.CDLL(name)
-        except OSError:
-            continue
     return None
 
 
