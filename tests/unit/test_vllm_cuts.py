@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 TOKENS, HEADS, SIZE, PAGES = 32, 2, 16, 2
 LAYERS = ("a", "b")
+CPU = ("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",)
+GPU = ("vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",)
+MIXED = (
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
+    "vllm.v1.attention.backends.flashinfer.FlashInferBackend",
+)
 
 
 @dataclass
@@ -63,7 +69,7 @@ FULL = FullAttentionSpec()
 def cut(
     *specs: Any,
     order: str = "LBHNC",
-    writers: Sequence[str] = ("CPUAttentionBackend",),
+    writers: Sequence[str] = CPU,
     kernel: int = TOKENS,
 ) -> Cuts:
     """Cut groups of two layers, whose kernels have blocks of so many tokens."""
@@ -77,14 +83,13 @@ def cut(
     return cut_groups(caches, tensors, lambda _: writers, order)
 
 
-GPU = ("FlashAttentionBackend",)
 CASES = [
-    ("LBHNC", ("CPUAttentionBackend",), TOKENS),
-    ("LBHNC", ("CPUAttentionBackend",), TOKENS // 2),
+    ("LBHNC", CPU, TOKENS),
+    ("LBHNC", CPU, TOKENS // 2),
     ("LBNHC", GPU, TOKENS),
     ("BLNHC", GPU, TOKENS // 2),
     ("LBHNC", GPU, TOKENS),
-    ("BLHNC", ("TritonAttentionBackend", "FlashInferBackend"), TOKENS),
+    ("BLHNC", MIXED, TOKENS),
 ]
 
 
@@ -93,7 +98,7 @@ def page_of(kv: np.ndarray[Any, Any], order: str, writers: Sequence[str], kernel
     parts = []
     for start in range(0, TOKENS, kernel):
         block = kv[start : start + kernel]
-        if writers[0] == "CPUAttentionBackend":
+        if writers == CPU:
             parts.append(block.transpose(1, 2, 0, 3))  # a head: its K, then its V
         elif order.endswith("NHC"):
             parts.append(block)
@@ -195,8 +200,9 @@ def test_windows_are_cut_and_states_and_latents_stay_exact() -> None:
         ([replace(FULL, num_head_slots=2)], {}, 'one width.*leave "fp8" out'),
         ([replace(FULL, state_content_bytes=64)], {}, 'one width.*leave "fp8" out'),
         ([FULL], {"writers": ["NewBackend"]}, "NewBackend.*--attention-backend.*Triton"),
+        ([FULL], {"writers": ["plugin.FlashAttentionBackend"]}, "plugin.*--attention-backend"),
         ([FULL], {"writers": []}, "--attention-backend"),
-        ([FULL], {"writers": ["CPUAttentionBackend", *GPU]}, "differ"),
+        ([FULL], {"writers": [*CPU, *GPU]}, "differ"),
         ([FULL], {"kernel": 24}, "another shape"),
         ([FULL], {"writers": GPU, "kernel": 16}, "set --block-size 16"),
     ],

@@ -96,6 +96,20 @@ class Facts:
     backend: str = "cpu"
     version: str = "0.32.0"
     load_format: str = "auto"
+    kernel: int = 32
+    blocks: int = 8
+    state: tuple[int, ...] = (4, 5)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The caches' views, of the kernels' blocks; two parts of each state."""
+        attention = SimpleNamespace(shape=(self.blocks, 2, self.kernel, 128))
+        state = [SimpleNamespace(shape=(self.blocks, *self.state))] * 2
+        return {
+            name: state if isinstance(group.kv_cache_spec, MambaSpec) else attention
+            for group in self.caches.kv_cache_groups
+            for name in group.layer_names
+        }
 
     def describe(self) -> Identity:
         """Describe this engine."""
@@ -129,7 +143,12 @@ class Facts:
             load_config=SimpleNamespace(load_format=self.load_format, download_dir=None),
         )
         return describe(
-            config, self.caches, self.options, backend=self.backend, version=self.version
+            config,
+            self.caches,
+            self.tensors,
+            self.options,
+            backend=self.backend,
+            version=self.version,
         )
 
 
@@ -150,6 +169,7 @@ def ids(identity: Identity) -> tuple[bytes, bytes]:
         {"hf": {"rope_theta": 10001.0}},
         {"tp": 2},
         {"backend": "cpu amx"},
+        {"kernel": 16},
         {"version": "0.32.1"},
         {"caches": Caches(kv_cache_layout="LBNHC")},
         {"caches": Caches(hash_block_size=16)},
@@ -173,12 +193,20 @@ def test_each_difference_is_another_identity(change: dict[str, Any]) -> None:
         {"hf": {"rope_theta": 10000.0, "_name_or_path": "b", "transformers_version": "5"}},
         {"length": 8192},
         {"speculative": "ngram"},
+        {"blocks": 9},
     ],
     ids=str,
 )
 def test_what_changes_no_bytes_is_no_difference(change: dict[str, Any]) -> None:
     """A folder's name in the settings, or a longer limit, keeps engines together."""
     assert ids(replace(Facts(), **change).describe()) == ids(Facts().describe())
+
+
+def test_states_of_another_shape_are_another_identity() -> None:
+    """Two parts of the same bytes may be cut elsewhere."""
+    both = Caches(specs=(FullAttentionSpec(), MambaSpec()))
+    one, other = Facts(caches=both), Facts(caches=both, state=(5, 4))
+    assert ids(one.describe()) != ids(other.describe())
 
 
 def test_the_limit_counts_where_rope_depends_on_it() -> None:

@@ -277,11 +277,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def name_backends(vllm_config: Any, layers: Sequence[str]) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Name the classes of these layers' attention back ends."""
+    """Name the classes of these layers' attention back ends, with their modules."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
     backends = get_current_attn_backends(vllm_config, list(layers))
-    return sorted(backend.__name__ for backend in backends)
+    return sorted(f"{backend.__module__}.{backend.__qualname__}" for backend in backends)
 
 
 def describe_backends(vllm_config: Any, layers: list[str]) -> str:  # noqa: ANN401 - vLLM's

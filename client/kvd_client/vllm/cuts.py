@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
     from kvd_client.vllm.messages import Identity
 
-K_BEFORE_V: Final = frozenset({"CPUAttentionBackend"})
+_OWN: Final = "vllm.v1.attention.backends"
+"""A plug-in may have classes of the same names, and other pages."""
+K_BEFORE_V: Final = frozenset({f"{_OWN}.cpu_attn.CPUAttentionBackend"})
 SIDE_BY_SIDE: Final = frozenset(
     {
-        "FlashAttentionBackend",
-        "FlashInferBackend",
-        "FlexAttentionBackend",
-        "TritonAttentionBackend",
+        f"{_OWN}.flash_attn.FlashAttentionBackend",
+        f"{_OWN}.flashinfer.FlashInferBackend",
+        f"{_OWN}.flex_attention.FlexAttentionBackend",
+        f"{_OWN}.triton_attn.TritonAttentionBackend",
     }
 )
 _LEAVE: Final = 'or leave "fp8" out of kv_connector_extra_config'
@@ -77,7 +79,7 @@ def cut_groups(
     Args:
         caches: How vLLM placed them.
         tensors: The view of each layer, (blocks, heads, tokens, content) by its axes.
-        writers: Names the classes of the attention back ends of some layers.
+        writers: Names the classes of the attention back ends of some layers, with their modules.
         order: Physical order of the caches, as `KVCacheLayout` names it.
 
     Raises:
@@ -118,7 +120,7 @@ def _cut(spec: Any, tokens: set[int], writers: Sequence[str], order: str) -> Cut
         raise Unsupported(f'"fp8": pages hold more than K and V of one width: {_rest()}')
     unknown = sorted(set(writers) - K_BEFORE_V - SIDE_BY_SIDE)
     if unknown or not writers:
-        known = ", ".join(sorted(SIDE_BY_SIDE))
+        known = ", ".join(name.rpartition(".")[2] for name in sorted(SIDE_BY_SIDE))
         raise Unsupported(
             f'"fp8": how {", ".join(unknown) or "nobody"} lays out a page is not known to kvd:'
             f" choose another --attention-backend ({known}), {_LEAVE}"

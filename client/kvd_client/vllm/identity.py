@@ -26,6 +26,8 @@ from kvd_client.vllm.messages import Identity
 from kvd_client.weights import model_place, weights_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvd_client.vllm.options import Options
 
 KINDS: Final = {
@@ -48,6 +50,7 @@ _VERSION: Final = "kvd-vllm-1"
 def describe(
     config: Any,  # noqa: ANN401 - vLLM's VllmConfig
     caches: Any,  # noqa: ANN401 - vLLM's KVCacheConfig
+    tensors: Mapping[str, Any],
     options: Options,
     *,
     backend: str,
@@ -58,6 +61,7 @@ def describe(
     Args:
         config: The engine's configuration, with all defaults resolved.
         caches: What vLLM made of the model's caches.
+        tensors: The view of each layer, or of each part of its state, by its name.
         options: The user's.
         backend: What writes the pages: attention back ends, and what else decides their inside.
         version: vLLM's.
@@ -95,6 +99,10 @@ def describe(
         "hash": f"{cache.prefix_caching_hash_algo}/{hash_tokens}",
         "length": int(model.max_model_len) if _needs_length(rope) else 0,
         "specs": [_spec_facts(group.kv_cache_spec) for group in caches.kv_cache_groups],
+        "views": [
+            sorted({_shape(tensors[name]) for name in group.layer_names if name in tensors})
+            for group in caches.kv_cache_groups
+        ],
     }
     namespace = Namespace(
         model=Path(str(model.model)).name[:128] or "model",
@@ -207,6 +215,16 @@ def _spec_facts(spec: Any) -> dict[str, str]:  # noqa: ANN401 - vLLM's
     fields = getattr(spec, "__dataclass_fields__", {})
     facts = {name: str(getattr(spec, name)) for name in fields}
     return {"kind": type(spec).__name__, "page_bytes": str(spec.page_size_bytes), **facts}
+
+
+def _shape(view: Any) -> str:  # noqa: ANN401 - vLLM's
+    """Name the shape of a layer's blocks. The kernels' may be parts of the engine's.
+
+    With heads before tokens that decides the order inside a page, and vLLM chooses it by the GPU
+    and by settings that are named nowhere else here.
+    """
+    parts = view if isinstance(view, list | tuple) else [view]
+    return str([tuple(map(int, part.shape[1:])) for part in parts])
 
 
 def _settings(config: Any) -> dict[str, Any]:  # noqa: ANN401 - transformers'

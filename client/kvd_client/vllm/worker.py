@@ -81,7 +81,12 @@ class Worker:
             Unsupported: This engine's KV cannot be cached safely.
         """
         identity = describe(
-            self._config, self._caches, self._options, backend=backend, version=version
+            self._config,
+            self._caches,
+            tensors,
+            self._options,
+            backend=backend,
+            version=version,
         )
         read_salt(self._options.salt_file)
         cuts: Cuts = ()
