@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,8 +54,17 @@ class Memory:
         page = self.bytes.shape[2]
         starts = [[self.bytes.ctypes.data + layer * BLOCKS * page] for layer in range(LAYERS)]
         self.group = cut_pages(GroupPages(np.array(starts), page, page, PAGES), cut)
+        self.device = device
         self.host = Pages([self.group], BLOCKS, _copiers.build_copier("memmove", 1))
         self.gpu = GpuPages([self.group], BLOCKS, device)
+
+    def close(self) -> None:
+        """Close once the GPU is idle: to free waits for it on a real one, here it fails."""
+        until = time.monotonic() + 30
+        while not self.device.idle():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        self.gpu.close()
 
     def object(self, ids: tuple[int, ...]) -> bytes:
         """Give the pages of a chunk, as an exact object of these planes has them."""
@@ -91,7 +101,7 @@ def memory(request: pytest.FixtureRequest, device: FakeDevice) -> Iterator[Memor
     """Make an engine's memory."""
     made = Memory(request.param, device)
     yield made
-    made.gpu.close()
+    made.close()
 
 
 def slot(content: bytes | int) -> memoryview:
@@ -148,7 +158,7 @@ def test_what_is_no_frame_of_this_engine_is_not_loaded(
     with pytest.raises(KvdError, match="FP8"):
         pages.load([Piece(0, (1, 5, 3, 14), slot(bytes(frame)))], 1)
     assert np.array_equal(memory.bytes, before)
-    memory.gpu.close()
+    memory.close()
 
 
 def test_without_numba_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
