@@ -242,7 +242,7 @@ def by_hand(engine: _gpu.Engine) -> dict[str, Any]:
 def _memcpy_batch(engine: _gpu.Engine, host: Sequence[Any]) -> float:
     """Copy page by page with cudaMemcpyBatchAsync, by cuda.bindings."""
     import torch
-    from cuda.bindings import runtime  # type: ignore[import-not-found, unused-ignore]
+    from cuda.bindings import runtime  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     size = engine.shape.page_bytes
     targets, sources = [], []
