@@ -75,14 +75,18 @@ def parts() -> list[Part]:
 
 
 def unpack(wheels: Path, site: Path) -> list[str]:
-    """Unpack the wheels that fit this Python, without pip; names of those that do not."""
+    """Unpack the wheels that fit this Python, without pip; names of those that do not, or cannot."""
     left = []
     for wheel in sorted(wheels.glob("*.whl")):
         if not fits(wheel.name):
             left.append(wheel.name)
             continue
-        with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(site)
+        try:
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(site)
+        except zipfile.BadZipFile:  # cut short on its way here
+            left.append(wheel.name)
+            continue
         for data in site.glob("*.data/*lib"):  # purelib, platlib: what belongs beside the rest
             shutil.copytree(data, site, dirs_exist_ok=True)
     return left

@@ -286,7 +286,10 @@ def test_wheels_are_unpacked_without_pip(tmp_path: Path) -> None:
     ):
         with zipfile.ZipFile(wheels / name, "w") as packed:
             packed.writestr(inner, "x = 1\n")
-    assert _gpu_all.unpack(wheels, site) == ["three-1-py2-none-any.whl"]
+    whole = (wheels / "one-1-py3-none-any.whl").read_bytes()
+    (wheels / "four-1-py3-none-any.whl").write_bytes(whole[:40])
+    left = ["four-1-py3-none-any.whl", "three-1-py2-none-any.whl"]
+    assert _gpu_all.unpack(wheels, site) == left
     assert (site / "one.py").exists()
     assert (site / "two/__init__.py").exists()
     assert not (site / "three.py").exists()
