@@ -23,16 +23,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from kvd.changes import HOST
 from kvd.entry import SlotEvent, SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvd.catalog import Catalog
     from kvd.entry import Slot
+    from kvd.types import Tenant
 
 QUEUE_MAX: Final = 1 << 16
 """Most published objects that wait for their first sum; others get it when they are asked for."""
@@ -102,6 +104,47 @@ class Check:
         self._over = True
 
 
+class Turns:
+    """Objects in the order in which they came, tenants in turn: none waits for all of another's."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._of: OrderedDict[Tenant, dict[Slot, None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Count the objects."""
+        return sum(map(len, self._of.values()))
+
+    def __contains__(self, slot: Slot) -> bool:
+        """Tell whether an object is here."""
+        return slot in self._of.get(slot.tenant, ())
+
+    def __iter__(self) -> Iterator[Slot]:
+        """Iterate over all objects."""
+        return chain.from_iterable(self._of.values())
+
+    def add(self, slot: Slot) -> None:
+        """Put an object behind its tenant's."""
+        self._of.setdefault(slot.tenant, {})[slot] = None
+
+    def discard(self, slot: Slot) -> None:
+        """Take an object out, if it is here."""
+        own = self._of.get(slot.tenant)
+        if own is not None:
+            own.pop(slot, None)
+            if not own:
+                del self._of[slot.tenant]
+
+    def first(self) -> Slot | None:
+        """Return the first object of the tenant whose turn it is."""
+        return next(iter(self), None)
+
+    def turn(self) -> None:
+        """Give the next tenant its turn."""
+        if self._of:
+            self._of.move_to_end(next(iter(self._of)))
+
+
 class Sums:
     """What is to be summed: what somebody waits for first, then the newly published."""
 
@@ -109,8 +152,8 @@ class Sums:
         """Start with nothing to do."""
         self._waiters: dict[Slot, list[Check]] = {}
         self._begun: set[Slot] = set()
-        self._asked: OrderedDict[Slot, None] = OrderedDict()
-        self._published: OrderedDict[Slot, None] = OrderedDict()
+        self._asked = Turns()
+        self._published = Turns()
 
     def __len__(self) -> int:
         """Count the objects that wait or are being summed."""
@@ -121,7 +164,7 @@ class Sums:
         if len(self._published) >= QUEUE_MAX:
             return False
         self._waiters[slot] = []
-        self._published[slot] = None
+        self._published.add(slot)
         return True
 
     def ask(self, check: Check) -> None:
@@ -129,7 +172,7 @@ class Sums:
         for slot in check.left:
             self._waiters.setdefault(slot, []).append(check)
             if slot not in self._begun:
-                self._asked[slot] = None
+                self._asked.add(slot)
 
     def leave(self, check: Check) -> None:
         """Stop waiting; what nobody else waits for is not summed because of it."""
@@ -138,7 +181,7 @@ class Sums:
             waiters = self._waiters[slot]
             waiters.remove(check)
             if not waiters and slot not in self._begun:
-                del self._asked[slot]
+                self._asked.discard(slot)
                 if slot not in self._published:
                     del self._waiters[slot]
 
@@ -146,16 +189,20 @@ class Sums:
         """Return what to sum now, about so many bytes of it; none when there is nothing to do."""
         batch: list[Slot] = []
         size_bytes = 0
-        while size_bytes < most_bytes and (queue := self._asked or self._published):
-            slot = next(iter(queue))
-            self._asked.pop(slot, None)
-            self._published.pop(slot, None)
+        while size_bytes < most_bytes:
+            slot = self._asked.first() or self._published.first()
+            if slot is None:
+                break
+            self._asked.discard(slot)
+            self._published.discard(slot)
             self._begun.add(slot)
             if slot.state is not SlotState.PUBLISHED:
                 self.ended(slot)
                 continue
             batch.append(slot)
             size_bytes += slot.size_bytes
+        self._asked.turn()
+        self._published.turn()
         return batch
 
     def ended(self, slot: Slot) -> None:
@@ -169,9 +216,9 @@ class Sums:
 
     def check(self) -> None:
         """Recount; raises AssertionError naming the invariant that does not hold."""
-        assert not self._begun & (self._asked.keys() | self._published.keys()), "Y2"
-        known = self._begun | self._asked.keys() | self._published.keys()
-        assert self._waiters.keys() == known, "Y2"
+        queued = {*self._asked, *self._published}
+        assert not self._begun & queued, "Y2"
+        assert self._waiters.keys() == self._begun | queued, "Y2"
         for slot, waiters in self._waiters.items():
             assert all(slot in check.left for check in waiters), "Y2"
 

@@ -28,11 +28,11 @@ ME: Final = OwnerId(1)
 picks = st.integers(0, 11)
 
 
-def slot_of(number: int, *, published: bool = True) -> Slot:
+def slot_of(number: int, tenant: str = "a", *, published: bool = True) -> Slot:
     """Return a slot of its own."""
     slot = Slot(
         generation=Generation(number + 1),
-        tenant=Tenant("a"),
+        tenant=Tenant(tenant),
         slab=SlabId(0),
         index=number,
         offset_bytes=number * PAGE,
@@ -69,6 +69,21 @@ def test_a_sum_says_nothing_of_another_use_of_its_place() -> None:
     slot.digest = b"1" * 16
     slot.step(SlotEvent.EVICT)
     assert judge(slot, b"2" * 16) is Verdict.GONE
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_tenants_take_turns(asked: bool) -> None:  # noqa: FBT001
+    """Whoever has much to sum delays another by one batch, not by all of it."""
+    sums = Sums()
+    many, few = [slot_of(number) for number in range(9)], slot_of(9, "b")
+    for slot in [*many, few]:
+        if asked:
+            sums.ask(Check([slot], lambda: None))
+        else:
+            assert sums.published(slot)
+    batches = [sums.next(2 * PAGE) for _ in range(6)]
+    assert batches == [many[:2], [few, many[2]], many[3:5], many[5:7], many[7:9], []]
+    sums.check()
 
 
 def test_what_somebody_waits_for_goes_first() -> None:
