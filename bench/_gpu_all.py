@@ -75,7 +75,7 @@ def parts() -> list[Part]:
 
 
 def unpack(wheels: Path, site: Path) -> list[str]:
-    """Unpack the wheels that fit this Python, without pip; names of those that do not, or cannot."""
+    """Unpack the wheels that fit this Python, without pip; names of those that do not go in."""
     left = []
     for wheel in sorted(wheels.glob("*.whl")):
         if not fits(wheel.name):
