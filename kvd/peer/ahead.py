@@ -4,7 +4,8 @@ To map a slab costs a page table entry a page, and over RDMA a registration: wit
 10 ms for 128 MiB, a sixth of what its transfer takes over a 2 GB/s link. A process that has nothing
 else to do is given one slab at a time, so that the first transfer finds them mapped. None of a
 tenant that shares nothing with the host in question: what a process maps is what a fault of it, or
-of its peer, could reach.
+of its peer, could reach. A process that ends while it maps one is given none ahead any more: what
+it died of, as a limit on locked memory, would end the next one, too.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ class MoverProcess:
         self._on_gone = on_gone
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self.slabs: set[SlabId] = set()
+        self.mapping: set[SlabId] = set()
+        """Slabs it was given and has not said that it maps: one that ends now may do so again."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             for end in (ours, theirs):
@@ -85,6 +87,7 @@ class MoverProcess:
         """Have it map a slab, unless it has it."""
         if slab not in self.slabs:
             self.slabs.add(slab)
+            self.mapping.add(slab)
             self.send("slab", slab, size_bytes, int(writable), fds=[fd])
 
     def _flush(self) -> None:
@@ -112,7 +115,10 @@ class MoverProcess:
         if not payload:
             self._loop.remove_reader(self._channel)  # the pidfd says the rest
             return
-        self._on_message(msgpack.unpackb(payload))
+        message = msgpack.unpackb(payload)
+        if message[0] == "mapped":
+            self.mapping.discard(message[1])
+        self._on_message(message)
 
     def kill(self) -> None:
         """Kill it, also a stopped one; `on_gone` comes when it has been reaped."""

@@ -116,6 +116,7 @@ class Sink:
         self._agent_sent = 0
         self._do = Pump(self._act)
         self._up_by_s = math.inf
+        self._ahead = True
 
     @property
     def mover_pid(self) -> int:
@@ -221,6 +222,7 @@ class Sink:
         self._landings[life] = Landings(world.catalog, world.owner())
 
     def _on_gone(self, life: int) -> None:
+        self._ahead = self._ahead and not (self._process and self._process.mapping)
         self._process = None
         self._do(self.asker.mover_gone(self._now(), life))
         self._landings.pop(life, None)
@@ -275,7 +277,7 @@ class Sink:
     def _give_ahead(self) -> None:
         """Have an idle mover map a slab that chunks of this host may land in."""
         process, world = self._process, self._world
-        if process is not None and self.asker.mover is Mover.UP:
+        if process is not None and self._ahead and self.asker.mover is Mover.UP:
             slab = next_slab(world.catalog.pool, world.tenants(self.host), process.slabs)
             if slab is not None:
                 self._give(process, slab)

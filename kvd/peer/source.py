@@ -129,6 +129,7 @@ class Source:
         self._bases: dict[int, int] = {}
         self._takings: dict[int, Taking] = {}
         self._closing = False
+        self._ahead = True
         self._owed = 0
         self._answer_by_s = self._ticked_s = 0.0
         self.version = 0
@@ -158,6 +159,7 @@ class Source:
         return self._process.process.pid if self._process is not None else 0
 
     def _on_gone(self) -> None:
+        self._ahead = self._ahead and not (self._process and self._process.mapping)
         self._process, self.up = None, False
         self._bases.clear()
         for ticket in list(self._takings):
@@ -182,7 +184,7 @@ class Source:
             _LOG.warning("source hangs; it is killed", pid=self.pid, owed=self._owed)
             self._owed = 0
             self._process.kill()
-        elif self.up and not self._takings:
+        elif self.up and self._ahead and not self._takings:
             slab = next_slab(self._catalog.pool, self._tenants, self._process.slabs)
             if slab is not None:
                 self._give(self._process, slab)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kvd.peer import source as source_module
+from kvd.peer.process import MoverProcess
 from kvd.types import SlabId
 from tests.peer.test_landing import PAGE, PLACES, TENANT, Host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
     from kvd.catalog import Catalog
 
@@ -26,6 +29,7 @@ class Process:
         """Take the hooks."""
         self.hooks = hooks
         self.slabs: set[SlabId] = set()
+        self.mapping: set[SlabId] = set()
         self.sent: list[tuple[object, ...]] = []
         self.process = SimpleNamespace(pid=1)
 
@@ -93,6 +97,57 @@ def test_a_source_that_was_asked_of_too_much_starts_anew(monkeypatch: pytest.Mon
     again()
     assert len(played.made) == 2
     assert played.made[1].slabs == set()
+
+
+def test_a_process_that_dies_of_a_slab_is_given_none_ahead_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one maps what is asked of, and nothing before."""
+    played = Played(monkeypatch, Host().catalog)
+    for dies in (False, True):
+        first = played.made[-1]
+        first.mapping = {SlabId(0)} if dies else set()
+        first.kill()
+        played.later.pop()()
+        played.say("up", "name")
+        played.source.tick()
+        assert played.made[-1].slabs == (set() if dies else {0})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_a_real_process_was_mapping_when_it_died() -> None:
+    """A slab that it says it maps is not among it; one that it cannot map is."""
+    pytest.importorskip("nixl")
+
+    async def story() -> list[set[SlabId]]:
+        heard: asyncio.Queue[str] = asyncio.Queue()
+        gone = asyncio.Event()
+        process = MoverProcess(
+            asyncio.get_running_loop(),
+            "source",
+            transport="tcp",
+            devices=(),
+            on_message=lambda message: heard.put_nowait(message[0]),
+            on_gone=gone.set,
+        )
+        fds = [os.memfd_create("kvd-slab") for _ in range(2)]
+        os.ftruncate(fds[0], PAGE)  # the other is empty: it cannot be mapped
+        seen = []
+        try:
+            process.give(SlabId(0), PAGE, fds[0], writable=False)
+            seen.append(set(process.mapping))
+            assert [await heard.get(), await heard.get()] == ["up", "mapped"]
+            seen.append(set(process.mapping))
+            process.give(SlabId(1), PAGE, fds[1], writable=False)
+            await gone.wait()
+            return [*seen, process.mapping]
+        finally:
+            process.kill()
+            for fd in fds:
+                os.close(fd)
+
+    assert asyncio.run(story()) == [{0}, set(), {1}]
 
 
 def test_the_policy_hears_of_what_is_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
